@@ -1,0 +1,431 @@
+"""A Graph is a cycle of Rounds for n replicas. ``graph.round(t)`` is a pure function of t, so both ends of every edge know
+it without talking.
+
+The named families are functions of n (``lattice(96, k=10)``) and names for :func:`parse` (``parse("lattice:k=10", 96)``).
+Every shipped family is doubly stochastic: averaging keeps the mean of the replicas.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import networkx as nx
+import numpy as np
+import scipy.sparse
+from scipy.sparse.csgraph import connected_components
+
+from gossamer.basegraph import base_rounds
+from gossamer.errors import GossamerError
+from gossamer.rounds import General, Groups, Mean, Permutation, Round, Window, general, identity
+
+_EXACT = 1e-12  # a product this near to the exact mean is the exact mean
+
+
+@dataclass(frozen=True)
+class Graph:
+    """``rounds`` repeat for ever: step t uses ``rounds[t % period]``."""
+
+    name: str
+    rounds: tuple[Round, ...] = field(repr=False)
+
+    @property
+    def n(self) -> int:
+        return self.rounds[0].n
+
+    @property
+    def period(self) -> int:
+        return len(self.rounds)
+
+    def round(self, t: int) -> Round:
+        return self.rounds[t % self.period]
+
+    def matrix(self, t: int = 0) -> np.ndarray:
+        return self.round(t).matrix()
+
+    def neighbors(self, i: int, t: int = 0) -> dict[int, float]:
+        """``{peer: weight}`` that replica i receives at step t, its own weight included."""
+        if not 0 <= i < self.n:
+            raise GossamerError(f"graph {self.name!r} has replicas 0 to {self.n - 1}; there is no replica {i}")
+        return self.round(t).neighbors(i)
+
+    def degree(self, t: int = 0) -> int:
+        """The largest number of other replicas that one replica receives from at step t."""
+        return self.round(t).degree
+
+    def mean_degree(self) -> float:
+        """``degree`` averaged over one period: the "number of connections" of a time-varying graph."""
+        return sum(r.degree for r in self.rounds) / self.period
+
+    def cost(self, row_bytes: int) -> float:
+        """Bytes per replica and step, averaged over one period."""
+        return sum(r.cost(row_bytes) for r in self.rounds) / self.period
+
+    def is_doubly_stochastic(self) -> bool:
+        return all(_column_fault(r) is None for r in self.rounds)
+
+    def spectral_gap(self) -> float:
+        """1 - ‖W_T…W_1 - J‖₂^(1/T) over one period T, J = 11ᵀ/n: 1 is exact averaging, 0 is none.
+
+        For a graph that is not doubly stochastic: 1 - |λ₂|^(1/T) of the product.
+        """
+        product = np.eye(self.n)
+        for r in self.rounds:
+            product = r.matrix() @ product
+        if self.is_doubly_stochastic():
+            rest = float(np.linalg.norm(product - 1 / self.n, 2))
+        else:
+            rest = float(np.sort(np.abs(np.linalg.eigvals(product)))[-2]) if self.n > 1 else 0.0
+        return 1.0 if rest < _EXACT else 1 - rest ** (1 / self.period)
+
+
+# --- The named families -------------------------------------------------------------------------------------------------
+
+_FAMILIES: dict[str, Callable[..., Graph]] = {}
+
+
+def _family(make: Callable[..., Sequence[Round]]) -> Callable[..., Graph]:
+    """Turns a function that returns Rounds into a named family: checks n, knows n=1, and registers the name."""
+    name = make.__name__.replace("_", "-")
+    options = list(inspect.signature(make).parameters.values())[1:]
+
+    def build(n: int, **given: int | float) -> Graph:
+        _check_n(n)
+        for key in given:
+            if key not in {p.name for p in options}:
+                raise GossamerError(f"graph {name!r} has no parameter {key!r}; {_takes(options)}")
+        missing = [p.name for p in options if p.default is p.empty and p.name not in given]
+        if missing:
+            raise GossamerError(f"graph {name!r} needs {missing[0]!r}, as in '{name}:{missing[0]}=10'")
+        text = ",".join(f"{key}={value}" for key, value in given.items())
+        rounds = make(n, **given) if n > 1 else [identity(1)]
+        return Graph(f"{name}:{text}" if text else name, tuple(rounds))
+
+    build.__name__ = make.__name__
+    build.__qualname__ = make.__name__
+    build.__doc__ = make.__doc__
+    build.__signature__ = inspect.signature(make).replace(return_annotation=Graph)  # type: ignore[attr-defined]
+    _FAMILIES[name] = build
+    return build
+
+
+def _takes(options: list[inspect.Parameter]) -> str:
+    if not options:
+        return "it takes none"
+    return "it takes " + ", ".join(p.name if p.default is p.empty else f"{p.name} (default {p.default})" for p in options)
+
+
+@_family
+def complete(n: int) -> Sequence[Round]:
+    """Everyone with everyone: the exact mean each step."""
+    return [Mean(n)]
+
+
+@_family
+def lattice(n: int, k: int) -> Sequence[Round]:
+    """Ring lattice with coordination number k: k//2 neighbours on each side. k = n-1 is the complete graph."""
+    if k == n - 1 or (k == n == 2):  # two replicas: ring and complete coincide
+        return [Mean(n)]
+    if not 2 <= k <= n - 1:
+        raise GossamerError(f"lattice: k={k} is out of range for n={n}; k is from 2 (ring) to {n - 1} (complete)")
+    return [Window(n, k // 2)]
+
+
+@_family
+def ring(n: int) -> Sequence[Round]:
+    """One neighbour on each side."""
+    return [Mean(n)] if n <= 3 else [Window(n, 1)]
+
+
+@_family
+def torus(n: int) -> Sequence[Round]:
+    """Four neighbours on the most square grid a × b = n that wraps around."""
+    a = next(d for d in range(math.isqrt(n), 0, -1) if n % d == 0)
+    if a == 1:
+        near = [str(m) for m in (n - 1, n + 1) if m >= 4] or ["4"]
+        raise GossamerError(
+            f"torus: n={n} is prime, so there is no a × b grid; use n={' or '.join(near)}, or a graph for any n: 'ring', 'base:k=1'"
+        )
+    b = n // a
+    grid = np.arange(n).reshape(a, b)
+    hears: list[set[int]] = [set() for _ in range(n)]
+    for axis in (0, 1):
+        for step in (-1, 1):
+            for i, j in zip(grid.ravel(), np.roll(grid, step, axis).ravel(), strict=True):
+                hears[i].add(int(j))
+    return [_uniform(hears)]
+
+
+@_family
+def exponential(n: int) -> Sequence[Round]:
+    """Directed and static: i hears i-1, i-2, i-4, … (⌊log2(n-1)⌋+1 neighbours)."""
+    return [_uniform([{(i - 2**e) % n for e in range((n - 1).bit_length())} for i in range(n)])]
+
+
+@_family
+def star(n: int) -> Sequence[Round]:
+    """Everyone with replica 0, Metropolis weights."""
+    return [_metropolis(nx.star_graph(n - 1))]
+
+
+@_family
+def hypercube(n: int) -> Sequence[Round]:
+    """Pairs i ↔ i XOR 2^t; the exact mean after log2 n steps. n is a power of two."""
+    if n & (n - 1):
+        low = 1 << (n.bit_length() - 1)
+        raise GossamerError(
+            f"hypercube: n={n} is not a power of two; use n={low} or {2 * low}, or 'base:k=1', which is exact for any n"
+        )
+    return [Permutation(n, tuple(i ^ (1 << e) for i in range(n))) for e in range(n.bit_length() - 1)]
+
+
+@_family
+def one_peer_exponential(n: int) -> Sequence[Round]:
+    """Directed: send to i+2^t, receive from i-2^t, half and half. Exact after log2 n steps if n is a power of two."""
+    return [Permutation(n, tuple((i - 2**e) % n for i in range(n))) for e in range((n - 1).bit_length())]
+
+
+@_family
+def one_peer_ring(n: int) -> Sequence[Round]:
+    """A ring, one neighbour at a time: (0,1)(2,3)… then (1,2)(3,4)…; odd n takes a third round and lets one rest in each."""
+    starts = (0,) if n == 2 else (0, 1) if n % 2 == 0 else (0, 1, n - 1)
+    return [_pairs(n, (((s + 2 * j) % n, (s + 2 * j + 1) % n) for j in range(n // 2))) for s in starts]
+
+
+@_family
+def random_matching(n: int, seed: int = 0, rounds: int = 64) -> Sequence[Round]:
+    """New random pairs each step (odd n: one rests), repeating after ``rounds``."""
+    _check_rounds("random-matching", rounds)
+    rng = np.random.default_rng([seed, n])
+    orders = (rng.permutation(n).tolist() for _ in range(rounds))
+    return _connected("random-matching", [_pairs(n, zip(o[0 : n - 1 : 2], o[1::2], strict=True)) for o in orders])
+
+
+@_family
+def random_regular(n: int, d: int = 4, seed: int = 0) -> Sequence[Round]:
+    """A random graph in which everyone has d neighbours."""
+    if not 1 <= d <= n - 1 or (n * d) % 2 or (d == 1 and n > 2):
+        raise GossamerError(
+            f"random-regular: no connected graph with n={n} and d={d}; d is from 2 to {n - 1} and n·d is even"
+        )
+    return [_draw("random-regular", lambda s: nx.random_regular_graph(d, n, seed=s), seed, "try a larger d")]
+
+
+@_family
+def erdos_renyi(n: int, p: float = 0.1, seed: int = 0) -> Sequence[Round]:
+    """Each pair is joined with probability p; Metropolis weights. Drawn again (up to 100 times) until it is connected."""
+    if not 0 < p <= 1:
+        raise GossamerError(f"erdos-renyi: p={p} is out of range; p is a probability above 0 and up to 1")
+    advice = f"p of {min(1.0, 1.5 * math.log(n) / n):.2f} or more connects n={n} as a rule"
+    return [_draw("erdos-renyi", lambda s: nx.gnp_random_graph(n, p, seed=s), seed, advice)]
+
+
+@_family
+def base(n: int, k: int = 1) -> Sequence[Round]:
+    """Base-(k+1): at most k neighbours at a time and the exact mean after finitely many steps for any n."""
+    if not 1 <= k <= n - 1:
+        raise GossamerError(f"base: k={k} is out of range for n={n}; k is from 1 to {n - 1}")
+    return base_rounds(n, k)
+
+
+@_family
+def alternating_exponential_ring(n: int, per_node: int = 4) -> Sequence[Round]:
+    """Hosts of ``per_node`` replicas. In turn, half of the host pairs j ↔ j XOR 2^i average over both hosts while the others
+    average inside each host; then they swap. Exact after 2·log2(hosts) steps."""
+    name = "alternating-exponential-ring"
+    hosts, rest = divmod(n, per_node) if per_node > 0 else (0, 1)
+    if rest or hosts & (hosts - 1):
+        raise GossamerError(
+            f"{name}: n={n} with per_node={per_node} is not a power of two of full hosts; n is per_node × 1, 2, 4, 8, …"
+        )
+    inside = [tuple(range(h * per_node, (h + 1) * per_node)) for h in range(hosts)]
+    if hosts == 1:
+        return [Mean(n)]
+    rounds: list[Round] = []
+    for e in range(hosts.bit_length() - 1):
+        pairs = [(h, h ^ (1 << e)) for h in range(hosts) if not h & (1 << e)]
+        for turn in (0, 1):
+            groups: list[tuple[int, ...]] = []
+            for index, (a, b) in enumerate(pairs):
+                groups += [inside[a] + inside[b]] if index % 2 == turn else [inside[a], inside[b]]
+            rounds.append(Groups(n, tuple(groups)))
+    return rounds
+
+
+@_family
+def equi_dynamic(n: int, seed: int = 0, rounds: int = 64, eta: float = 0.5) -> Sequence[Round]:
+    """OD-EquiDyn: each step one random offset a; i keeps 1 - eta(n-1)/n of itself and takes the rest from i-a."""
+    _check_rounds("equi-dynamic", rounds)
+    if not 0 < eta <= 1:
+        raise GossamerError(f"equi-dynamic: eta={eta} is out of range; eta is above 0 and up to 1")
+    offsets = np.random.default_rng([seed, n]).integers(1, n, size=rounds).tolist()
+    weight = eta * (n - 1) / n
+    made = [Permutation(n, tuple((i - a) % n for i in range(n)), weight) for a in offsets]
+    return _connected("equi-dynamic", made)
+
+
+# --- Your own graph -----------------------------------------------------------------------------------------------------
+
+
+def from_matrix(matrix: np.ndarray | Sequence[np.ndarray], n: int | None = None, name: str = "own") -> Graph:
+    """A graph from one weight matrix ``[n, n]``, or from several that are used in turn. Row i holds what i receives."""
+    array = np.asarray(matrix, dtype=np.float64)
+    stack = array[None] if array.ndim == 2 else array
+    if stack.ndim != 3 or stack.shape[1] != stack.shape[2] or stack.shape[0] == 0 or stack.shape[1] == 0:
+        raise GossamerError(f"graph {name!r}: a weight matrix is square, [n, n]; this one is {list(array.shape)}")
+    if n is not None and stack.shape[1] != n:
+        raise GossamerError(f"graph {name!r}: the matrix is for {stack.shape[1]} replicas, but n={n}")
+    for t, w in enumerate(stack):
+        _check_rows(name, w, t)
+    return Graph(name, tuple(_connected(name, [general(w) for w in stack])))
+
+
+def from_networkx(graph: nx.Graph, weight: str | None = None, name: str = "own") -> Graph:
+    """A graph from networkx. Replica i is the i-th node; an edge u → v means that v receives from u.
+
+    Weights: Metropolis for an undirected graph, 1/(in-degree + 1) for a directed one; or those in the edge attribute
+    named ``weight``, and each replica keeps what is left of 1.
+    """
+    if graph.number_of_nodes() == 0:
+        raise GossamerError(f"graph {name!r} has no nodes")
+    index = {node: i for i, node in enumerate(graph.nodes)}
+    plain = nx.relabel_nodes(graph, index)
+    plain.remove_edges_from(list(nx.selfloop_edges(plain)))
+    n = len(index)
+    if weight is not None:
+        for u, v, data in plain.edges(data=True):
+            if weight not in data:
+                raise GossamerError(f"graph {name!r}: edge {u} → {v} has no attribute {weight!r}")
+        w = nx.to_numpy_array(plain, nodelist=range(n), weight=weight).T
+        w[np.arange(n), np.arange(n)] = 1 - w.sum(axis=1)
+        return from_matrix(w, name=name)
+    if plain.is_directed():
+        made: Round = _uniform([set(plain.predecessors(i)) for i in range(n)])
+    else:
+        made = _metropolis(plain)
+    return Graph(name, tuple(_connected(name, [made])))
+
+
+# --- By name ------------------------------------------------------------------------------------------------------------
+
+
+def families() -> list[str]:
+    """The names that :func:`parse` knows."""
+    return sorted(_FAMILIES)
+
+
+def describe(name: str) -> str:
+    """What a family is, in its own words."""
+    return inspect.cleandoc(_FAMILIES[name].__doc__ or "")
+
+
+def parse(text: str, n: int) -> Graph:
+    """``"ring"``, ``"lattice:k=10"``, ``"random-regular:d=4,seed=1"`` … for n replicas."""
+    name, _, options = text.strip().partition(":")
+    name = name.strip().lower().replace("_", "-")
+    if name not in _FAMILIES:
+        near = difflib.get_close_matches(name, families(), n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(families())}"
+        raise GossamerError(f"there is no graph {name!r}; {hint}")
+    family = _FAMILIES[name]
+    parameters = inspect.signature(family).parameters
+    given: dict[str, int | float] = {}
+    for part in filter(None, (p.strip() for p in options.split(","))):
+        key, eq, value = (s.strip() for s in part.partition("="))
+        if not eq:
+            raise GossamerError(f"graph {text!r}: {part!r} is not of the form key=value")
+        if key not in parameters or key == "n":
+            raise GossamerError(f"graph {name!r} has no parameter {key!r}; {_takes(list(parameters.values())[1:])}")
+        kind = float if parameters[key].annotation in (float, "float") else int
+        try:
+            given[key] = kind(value)
+        except ValueError:
+            raise GossamerError(f"graph {text!r}: {key}={value!r} is not {'a number' if kind is float else 'an integer'}") from None
+    return family(n, **given)
+
+
+# --- Checks and weights -------------------------------------------------------------------------------------------------
+
+
+def _check_n(n: int) -> None:
+    if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
+        raise GossamerError(f"n={n!r}: a graph needs at least one replica, as an integer")
+
+
+def _check_rounds(name: str, rounds: int) -> None:
+    if rounds < 1:
+        raise GossamerError(f"{name}: rounds={rounds} is out of range; it is at least 1")
+
+
+def _check_rows(name: str, w: np.ndarray, t: int) -> None:
+    for i, row in enumerate(w):
+        where = f"graph {name!r}: row {i} of matrix {t}"
+        if not np.isfinite(row).all() or row.min() < -1e-9:
+            raise GossamerError(f"{where} has a weight that is negative or not a number; weights are from 0 to 1")
+        if abs(row.sum() - 1) > 1e-6:
+            raise GossamerError(f"{where} sums to {row.sum():.6g}; what a replica receives, its own weight included, sums to 1")
+
+
+def _column_fault(r: Round) -> int | None:
+    """The first column of a Round that does not sum to 1. Every kind but General is doubly stochastic as it is made."""
+    if not isinstance(r, General):
+        return None
+    bad = np.abs(np.asarray(r.weights.sum(axis=0)).ravel() - 1) > 1e-6
+    return int(bad.argmax()) if bad.any() else None
+
+
+def _connected(name: str, rounds: Sequence[Round]) -> Sequence[Round]:
+    """The rounds, if over one period every replica hears of every other, perhaps through others."""
+    union = scipy.sparse.csr_array(rounds[0].matrix() != 0)
+    for r in rounds[1:]:
+        union = union + scipy.sparse.csr_array(r.matrix() != 0)
+    count, label = connected_components(union, directed=True, connection="weak")
+    if count > 1:
+        parts = [np.flatnonzero(label == c).tolist() for c in range(min(count, 3))]
+        shown = ", ".join("{" + ", ".join(map(str, p[:6])) + (", …}" if len(p) > 6 else "}") for p in parts)
+        more = ", …" if count > 3 else ""
+        raise GossamerError(f"graph {name!r} is not connected: {count} parts never hear of each other: {shown}{more}")
+    return rounds
+
+
+def _draw(name: str, draw: Callable[[int], nx.Graph], seed: int, advice: str) -> Round:
+    graph = nx.Graph()
+    for attempt in range(100):
+        graph = draw(seed + attempt * 1_000_003)
+        if nx.is_connected(graph):
+            return _metropolis(graph)
+    try:
+        _connected(name, [_metropolis(graph)])
+    except GossamerError as error:
+        raise GossamerError(f"{error}; 100 draws from seed={seed} were not connected: {advice}") from None
+    raise AssertionError("unreachable")
+
+
+def _uniform(hears: Sequence[set[int]]) -> Round:
+    """Everyone weighs itself and each that it hears alike."""
+    n = len(hears)
+    w = scipy.sparse.lil_array((n, n))
+    for i, peers in enumerate(hears):
+        members = sorted({i, *peers})
+        w[i, members] = 1 / len(members)
+    return general(w)
+
+
+def _metropolis(graph: nx.Graph) -> Round:
+    """w_ij = 1/(1 + max(degree of i, degree of j)): symmetric, so doubly stochastic, on any undirected graph."""
+    n = graph.number_of_nodes()
+    w = scipy.sparse.lil_array((n, n))
+    for i, j in graph.edges:
+        w[i, j] = w[j, i] = 1 / (1 + max(graph.degree[i], graph.degree[j]))
+    w.setdiag(1 - np.asarray(w.sum(axis=1)).ravel())
+    return general(w)
+
+
+def _pairs(n: int, pairs: Iterable[tuple[int, int]]) -> Round:
+    source = list(range(n))
+    for i, j in pairs:
+        source[i], source[j] = j, i
+    return Permutation(n, tuple(source))
