@@ -1,0 +1,35 @@
+"""Gossamer: decentralized data-parallel training for PyTorch."""
+
+from gossamer import graphs
+from gossamer.errors import GossamerError
+from gossamer.graphs import Graph
+from gossamer.learning_rates import Constant, InverseSqrt, LearningRate, StepDecay, WarmupCosine
+from gossamer.optim import Recipe
+from gossamer.replicas import Replicas
+from gossamer.schedules import Ada, Fixed, Schedule
+from gossamer.tasks import ACCURACY, Metric, Task
+from gossamer.trainer import EpochRecord, Evaluation, Settings, Trainer, TrainingDiverged
+
+__all__ = [
+    "ACCURACY",
+    "Ada",
+    "Constant",
+    "EpochRecord",
+    "Evaluation",
+    "Fixed",
+    "GossamerError",
+    "Graph",
+    "InverseSqrt",
+    "LearningRate",
+    "Metric",
+    "Recipe",
+    "Replicas",
+    "Schedule",
+    "Settings",
+    "StepDecay",
+    "Task",
+    "Trainer",
+    "TrainingDiverged",
+    "WarmupCosine",
+    "graphs",
+]

@@ -13,6 +13,7 @@ from functools import lru_cache, singledispatch
 import torch
 from torch import Tensor
 
+from gossamer.blocks import Block
 from gossamer.errors import GossamerError
 from gossamer.rounds import General, Groups, Mean, Permutation, Round, Window
 
@@ -138,4 +139,25 @@ def _weights(round_: General, dtype: torch.dtype, device: torch.device) -> Tenso
     parts = (torch.from_numpy(part.astype("int64")) for part in (w.indptr, w.indices))
     with warnings.catch_warnings():  # torch says that its CSR tensors are "in beta" each time; our tests cover our use
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-        return torch.sparse_csr_tensor(*parts, torch.from_numpy(w.data), size=w.shape).to(device, dtype)
+        return torch.sparse_csr_tensor(*parts, torch.from_numpy(w.data), size=w.shape, check_invariants=True).to(device, dtype)
+
+
+class Mixer:
+    """Applies the Round of the moment to a block. In one process the block is all of X, and nothing has to be waited for."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.round: Round = Mean(n)
+
+    def start(self, block: Block) -> None:
+        """Start to mix ``block.x`` into ``block.spare``. ``block.x`` may be read, not changed, until ``finish``."""
+        mix(self.round, block.x, block.spare)
+
+    def finish(self, block: Block) -> None:
+        """The mixed rows are there and become ``block.x``."""
+        block.swap()
+
+    def mean_(self, rows: Tensor) -> None:
+        """Every row becomes the mean of all n rows."""
+        if self.n > 1:
+            rows.copy_(rows.mean(dim=0, keepdim=True).expand_as(rows))

@@ -1,0 +1,121 @@
+"""The ways to compute the gradients of many replicas, and which of them is fastest for this model, batch and machine.
+
+``loop``      one replica after the other; random numbers (dropout) are exactly those of (seed, step, replica)
+``vmap:16``   ``vmap(grad(loss))`` over 16 replicas at a time; plain ``vmap`` takes all at once
+``tape:16``   vmap of the forward pass only, then one ordinary backward pass; often faster where convolutions dominate
+
+None of them wins everywhere, so ``auto`` times a few on the first step and keeps the best.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from gossamer.errors import GossamerError
+
+if TYPE_CHECKING:
+    from gossamer.replicas import Replicas
+
+Batch = tuple[Tensor, ...]
+Loss = Callable[..., Tensor]  # loss(model, *batch of one replica) -> a scalar
+Kind = Literal["loop", "vmap", "tape"]
+
+_CHUNKS = (4, 16, 64, 256)
+_LARGEST = 128 << 20  # bytes of parameters in one chunk: more has never been faster, and costs memory
+_SAMPLE = 16  # replicas in one measurement, at least
+_REPEATS = 2
+_HOPELESS = 2.5  # times slower than the best so far after the warm-up: not measured any further
+
+
+@dataclass(frozen=True)
+class Backend:
+    """``chunk``: replicas at a time (0: all of them)."""
+
+    kind: Kind
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.chunk}" if self.chunk else self.kind
+
+    @staticmethod
+    def parse(text: str) -> Backend:
+        kind, colon, chunk = text.partition(":")
+        well_formed = not colon or (kind != "loop" and chunk.isdecimal() and int(chunk) > 0)
+        if kind not in ("loop", "vmap", "tape") or not well_formed:
+            raise GossamerError(f"backend {text!r} is not known; use auto, loop, vmap, vmap:16, tape or tape:16")
+        return Backend(kind, int(chunk or 0))  # type: ignore[arg-type]
+
+
+def choose(replicas: Replicas, loss: Loss, batch: Batch) -> tuple[Backend, dict[str, float]]:
+    """The fastest backend, and the seconds per replica of each that was tried. Changes nothing but ``grad``."""
+    if replicas.r == 1:
+        return Backend("loop"), {}
+    saved = {name: stacked.clone() for name, stacked in replicas.buffers.items()}
+    try:
+        candidates = [Backend("loop")]
+        if replicas.vmap_randomness or not _uses_randomness(replicas, loss, batch):
+            candidates += _vectorised(replicas)
+        seconds: dict[Backend, float] = {}
+        with warnings.catch_warnings():  # vmap warns of operations that it can only loop over: the clock will tell
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            for backend in candidates:
+                measured = _measure(replicas, backend, loss, batch, min(seconds.values(), default=float("inf")))
+                if measured is not None:
+                    seconds[backend] = measured
+    finally:
+        for name, stacked in replicas.buffers.items():
+            stacked.copy_(saved[name])
+    return min(seconds, key=seconds.__getitem__), {str(backend): value for backend, value in seconds.items()}
+
+
+def _vectorised(replicas: Replicas) -> list[Backend]:
+    r = replicas.r
+    sizes = [chunk for chunk in _CHUNKS if chunk < r and (chunk == _CHUNKS[0] or chunk * replicas.row_bytes <= _LARGEST)]
+    backends = [Backend(kind, chunk) for chunk in reversed(sizes) for kind in ("vmap", "tape")]  # type: ignore[arg-type]
+    if r * replicas.row_bytes <= _LARGEST or not sizes:
+        backends = [Backend("vmap"), Backend("tape"), *backends]
+    return backends
+
+
+def _uses_randomness(replicas: Replicas, loss: Loss, batch: Batch) -> bool:
+    """Whether a training step draws random numbers (dropout …): then only the loop gives each replica its own exact stream."""
+    replicas.run(Backend("loop"), loss, batch, 0, 0, 1)  # seeds the default generators, then runs replica 0
+    generators = [torch.default_generator]
+    if replicas.device.type == "cuda":
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    untouched = (torch.Generator(g.device).manual_seed(g.initial_seed()).get_state() for g in generators)
+    return any(not torch.equal(g.get_state(), state) for g, state in zip(generators, untouched, strict=True))
+
+
+def _measure(replicas: Replicas, backend: Backend, loss: Loss, batch: Batch, best: float) -> float | None:
+    """Seconds per replica (the best of a few runs, on different replicas each time), or None where it can't run."""
+    r = replicas.r
+    chunk = 1 if backend.kind == "loop" else backend.chunk or r
+    count = min(r, -(-_SAMPLE // chunk) * chunk)
+    times: list[float] = []
+    for repeat in range(_REPEATS + 1):
+        start = (repeat * count) % (r - count + 1)
+        began = _now(replicas.device)
+        try:
+            replicas.run(backend, loss, batch, 0, start, start + count)
+        except GossamerError:
+            if backend.kind == "loop":
+                raise
+            return None
+        times.append((_now(replicas.device) - began) / count)
+        if times[0] > _HOPELESS * best:
+            break
+    return min(times[1:], default=times[0])
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

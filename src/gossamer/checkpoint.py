@@ -1,0 +1,75 @@
+"""A checkpoint is one safetensors file with a JSON header: no pickle, and it is there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from gossamer.errors import GossamerError
+
+_FORMAT = "gossamer-checkpoint-1"
+
+
+def save(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+    """Written beside ``path`` and moved there in one step, so a crash leaves the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".tmp")
+    os.close(handle)
+    try:
+        compact = {key: tensor.contiguous() for key, tensor in tensors.items()}
+        safetensors.torch.save_file(compact, name, metadata={"format": _FORMAT, "header": json.dumps(header)})
+        with open(name, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def load(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    if not path.is_file():
+        raise GossamerError(f"there is no checkpoint at {path}")
+    try:
+        with safetensors.safe_open(path, framework="pt", device=str(device)) as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != _FORMAT:
+                raise GossamerError(f"{path} is not a checkpoint that this Gossamer reads ({_FORMAT})")
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (not a dict)
+            return tensors, json.loads(metadata["header"])
+    except (safetensors.SafetensorError, json.JSONDecodeError, KeyError) as error:
+        raise GossamerError(f"{path} is damaged or not a checkpoint: {error}") from None
+
+
+def flatten(prefix: str, value: Any, tensors: dict[str, Tensor]) -> Any:
+    """A nest of dicts, lists and tensors as JSON; the tensors go to ``tensors`` and leave their keys behind."""
+    if isinstance(value, Tensor):
+        tensors[prefix] = value
+        return {"__tensor__": prefix}
+    if isinstance(value, dict):
+        return {"__dict__": [[key, flatten(f"{prefix}.{key}", item, tensors)] for key, item in value.items()]}
+    if isinstance(value, tuple):
+        return {"__tuple__": [flatten(f"{prefix}.{k}", item, tensors) for k, item in enumerate(value)]}
+    if isinstance(value, list):
+        return [flatten(f"{prefix}.{k}", item, tensors) for k, item in enumerate(value)]
+    return value
+
+
+def unflatten(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """The inverse of :func:`flatten`."""
+    if isinstance(value, list):
+        return [unflatten(item, tensors) for item in value]
+    if isinstance(value, dict):
+        if "__tensor__" in value:
+            return tensors[value["__tensor__"]]
+        if "__tuple__" in value:
+            return tuple(unflatten(item, tensors) for item in value["__tuple__"])
+        return {key: unflatten(item, tensors) for key, item in value["__dict__"]}
+    return value

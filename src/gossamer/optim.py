@@ -1,0 +1,166 @@
+"""``torch.optim`` on a block of replicas.
+
+Elementwise optimizers see ``[r, D]`` as they would see one replica, so one instance serves all rows. Others (Adafactor …)
+would mix replicas there: they get one instance per replica. Momentum and moments stay local; they are never averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.blocks import Block
+from gossamer.errors import GossamerError
+from gossamer.replicas import Replicas
+
+_ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Rprop")
+_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")  # these have a one-pass kernel on CPU and CUDA
+_REFUSED = {
+    "LBFGS": "it evaluates the loss several times per step",
+    "SparseAdam": "it takes sparse gradients only",
+    "Muon": "it takes matrices only, so biases and norms would need a second optimizer",
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which optimizer, and how.
+
+    ``options`` go to the torch optimizer as they are (momentum, betas, weight_decay …). ``clip`` bounds the global gradient
+    norm of each replica. ``spare_norms`` keeps weight decay off biases and norm layers.
+    """
+
+    name: str = "sgd"
+    lr: float = 0.1
+    options: Mapping[str, Any] = field(default_factory=dict)
+    clip: float | None = None
+    spare_norms: bool = False
+
+    def kind(self) -> type[torch.optim.Optimizer]:
+        known = {
+            name.lower(): cls
+            for name, cls in vars(torch.optim).items()
+            if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+        }
+        cls = known.get(self.name.lower())
+        if cls is None:
+            raise GossamerError(f"optimizer {self.name!r} is not in torch.optim; use one of {', '.join(n.lower() for n in _ELEMENTWISE)}")
+        if cls.__name__ in _REFUSED:
+            raise GossamerError(
+                f"optimizer {self.name!r} can't run on a block of replicas: {_REFUSED[cls.__name__]}; "
+                f"use one of {', '.join(n.lower() for n in _ELEMENTWISE)}"
+            )
+        return cls
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an optimizer's parameter lies: rows and columns of a block, or one tensor of one replica."""
+
+    block: Block
+    row: int | None  # None: all rows
+    start: int
+    end: int
+    tensor: int | None = None  # position among the slots
+
+    def view(self, flat: Tensor) -> Tensor:
+        if self.row is None:
+            return flat
+        if self.tensor is not None:
+            return self.block.rows(flat)[self.row][self.tensor]
+        return flat[self.row, self.start : self.end]
+
+
+class BlockOptimizer:
+    """Clips each replica's gradient and applies the recipe to all rows."""
+
+    def __init__(self, recipe: Recipe, replicas: Replicas) -> None:
+        if recipe.clip is not None and recipe.clip <= 0:
+            raise GossamerError(f"clip={recipe.clip} is out of range; it bounds a norm, so it is above 0")
+        self.recipe, self.replicas = recipe, replicas
+        kind = recipe.kind()
+        self._params: list[tuple[nn.Parameter, _Place]] = []
+        if kind.__name__ in _ELEMENTWISE:
+            shares = [self._elementwise(replicas)]
+        else:
+            shares = [self._one_replica(replicas, i) for i in range(replicas.r)]
+        options = dict(recipe.options)
+        # With one row we leave torch's default, so that n=1 equals plain PyTorch bit for bit. With many rows memory traffic
+        # is everything, and the fused kernel touches each number once.
+        if kind.__name__ in _FUSED and replicas.r > 1:
+            options.setdefault("fused", "foreach" not in options)
+        self.optimizers = [self._make(kind, groups, options) for groups in shares]
+
+    def _make(self, kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.optim.Optimizer:
+        try:
+            return kind(groups, lr=self.recipe.lr, **options)  # type: ignore[call-arg]
+        except (TypeError, ValueError) as error:
+            raise GossamerError(f"optimizer {self.recipe.name!r} does not take these options: {error}") from None
+
+    def _elementwise(self, replicas: Replicas) -> list[dict[str, Any]]:
+        if not self.recipe.spare_norms:
+            return [{"params": [self._param(_Place(block, None, 0, 0)) for block in replicas.blocks]}]
+        decayed: list[nn.Parameter] = []
+        spared: list[nn.Parameter] = []
+        # Row by row, because a range of columns over several rows has gaps, and torch's fused CPU kernels run over gaps
+        # as if they were not there.
+        for block in replicas.blocks:
+            for row in range(block.r):
+                for group, start, end in ((decayed, 0, block.decayed), (spared, block.decayed, block.x.shape[1])):
+                    if end > start:
+                        group.append(self._param(_Place(block, row, start, end)))
+        return self._groups(decayed, spared)
+
+    def _one_replica(self, replicas: Replicas, i: int) -> list[dict[str, Any]]:
+        decayed: list[nn.Parameter] = []
+        spared: list[nn.Parameter] = []
+        for block in replicas.blocks:
+            for k, slot in enumerate(block.slots):
+                group = spared if self.recipe.spare_norms and slot.spared else decayed
+                group.append(self._param(_Place(block, i, 0, 0, k)))
+        return self._groups(decayed, spared)
+
+    @staticmethod
+    def _groups(decayed: list[nn.Parameter], spared: list[nn.Parameter]) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
+        return [group for group in groups if group["params"]]
+
+    def _param(self, place: _Place) -> nn.Parameter:
+        param = nn.Parameter(place.view(place.block.x))
+        param.grad = place.view(place.block.grad)
+        self._params.append((param, place))
+        return param
+
+    def set_lr(self, lr: float) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+    def step(self) -> None:
+        """Clip, then update the current rows. Looks up where they are: mixing swaps buffers."""
+        if self.recipe.clip is not None:
+            self._clip(self.recipe.clip)
+        for param, place in self._params:
+            param.data = place.view(place.block.x)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def _clip(self, limit: float) -> None:
+        """As ``clip_grad_norm_`` does, over all tensors of one replica. Tensor by tensor, so that n=1 rounds as PyTorch does."""
+        blocks = self.replicas.blocks
+        for i in range(self.replicas.r):
+            grads = [grad for block in blocks for grad in block.rows(block.grad)[i]]
+            scale = (limit / (nn.utils.get_total_norm(grads) + 1e-6)).clamp(max=1.0)
+            for block in blocks:
+                block.grad[i].mul_(scale.to(block.dtype))
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [optimizer.state_dict() for optimizer in self.optimizers]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)

@@ -1,0 +1,287 @@
+"""r replicas of one module over flat ``[r, D]`` storage, and the ways to run them forward and backward.
+
+The template module never holds values of its own: to run replica i its parameters and buffers are pointed at row i.
+How the gradients of all replicas are computed is up to a backend (``backends.py``): loop, vmap or tape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+
+from gossamer import seeds
+from gossamer.backends import Backend, Batch, Loss, choose
+from gossamer.blocks import Block
+from gossamer.errors import GossamerError
+
+_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
+
+
+class Replicas:
+    """``build``: a module (all replicas start as it) or a function that makes one. With ``init="different"`` the function is
+    called once per replica, each time with a random stream of its own. ``first`` is the index of the first row among all n."""
+
+    def __init__(
+        self,
+        build: nn.Module | Callable[[], nn.Module],
+        r: int,
+        *,
+        init: Literal["same", "different"] = "same",
+        seed: int = 0,
+        first: int = 0,
+        device: torch.device | str = "cpu",
+        backend: str = "auto",
+        vmap_randomness: bool = False,
+    ) -> None:
+        if r < 1:
+            raise GossamerError(f"r={r}: at least one replica is needed")
+        if init not in ("same", "different"):
+            raise GossamerError(f"init={init!r} is not known; replicas start 'same' or 'different'")
+        if init == "different" and isinstance(build, nn.Module):
+            raise GossamerError("init='different' needs a function that makes a module, such as the class itself, not a module")
+        self.r, self.first, self.seed = r, first, seed
+        self.device = torch.device(device)
+        self.backend = None if backend == "auto" else Backend.parse(backend)
+        self.vmap_randomness = vmap_randomness
+        self.timings: dict[str, float] = {}  # seconds per replica that `auto` saw
+        self.template = self._built(build, 0).to(self.device)
+        self._params = dict(self.template.named_parameters())
+        trainable = {name: p for name, p in self._params.items() if p.requires_grad}
+        _check_parameters(trainable, self.template)
+        norms = {id(p) for m in self.template.modules() if isinstance(m, _NORMS) for p in m.parameters(recurse=False)}
+        by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter, bool]]] = {}
+        for name, p in trainable.items():
+            spared = p.ndim <= 1 or id(p) in norms or name.rpartition(".")[2].startswith("bias")
+            by_dtype.setdefault(p.dtype, []).append((name, p, spared))
+        self.blocks = [Block(named, r, self.device) for named in by_dtype.values()]
+        self._trainable = [[trainable[slot.name] for slot in block.slots] for block in self.blocks]
+        # What is not trained: buffers (each replica its own) and frozen parameters (one copy, seen r times).
+        self.frozen = {name: p.detach() for name, p in self._params.items() if not p.requires_grad}
+        self.buffers = {name: b.detach().expand(r, *b.shape).clone() for name, b in self.template.named_buffers()}
+        self._buffer_rows = {name: stacked.unbind(0) for name, stacked in self.buffers.items()}
+        owners = dict(self.template.named_modules())
+        self._buffer_places = [(owners[n.rpartition(".")[0]]._buffers, n.rpartition(".")[2], n) for n in self.buffers]
+        for i in range(r):
+            if i > 0 and init == "different":
+                self._fill(i, self._built(build, i).to(self.device))
+            elif i == 0:
+                self._fill(0, self.template)
+        if init == "same":
+            for block in self.blocks:
+                block.x.copy_(block.x[:1].clone().expand_as(block.x))
+        self._point_at(0)
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of one model's trainable parameters: what one row costs to send."""
+        return sum(block.numel * block.dtype.itemsize for block in self.blocks)
+
+    @property
+    def slots(self) -> list[str]:
+        """The names of the trainable tensors, block by block, in the order of their columns."""
+        return [slot.name for block in self.blocks for slot in block.slots]
+
+    # --- Forward and backward --------------------------------------------------------------------------------------------
+
+    def gradients(self, loss: Loss, batch: Batch, step: int = 0) -> Tensor:
+        """Fill ``grad`` of every block with each replica's own gradient. Returns the losses ``[r]``."""
+        for k, tensor in enumerate(batch):
+            if tensor.ndim == 0 or tensor.shape[0] != self.r:
+                raise GossamerError(
+                    f"batch tensor {k} has shape {list(tensor.shape)}, which does not split over {self.r} replicas: "
+                    f"the first dimension is the replica, as in [{self.r}, batch, …]"
+                )
+        with seeds.undisturbed(self.device):
+            if self.backend is None:
+                self.backend, self.timings = choose(self, loss, batch)
+            return self.run(self.backend, loss, batch, step, 0, self.r)
+
+    def run(self, backend: Backend, loss: Loss, batch: Batch, step: int, start: int, end: int) -> Tensor:
+        """Gradients of replicas ``start`` to ``end`` by the given backend."""
+        if backend.kind == "loop":
+            return self._loop(loss, batch, step, start, end)
+        chunk = backend.chunk or self.r
+        way = self._vmap if backend.kind == "vmap" else self._tape
+        losses = []
+        for low in range(start, end, chunk):
+            rows = slice(low, min(low + chunk, end))
+            seeds.set_default(seeds.derive(self.seed, step, self.first + low), self.device)
+            try:
+                losses.append(way(loss, rows, tuple(tensor[rows] for tensor in batch)))
+            except (RuntimeError, NotImplementedError, ValueError) as error:
+                raise GossamerError(f"backend {str(backend)!r} can't run this model ({_first_line(error)}); use 'loop'") from error
+        return torch.cat(losses)
+
+    def _loop(self, loss: Loss, batch: Batch, step: int, start: int, end: int) -> Tensor:
+        self.template.train()
+        losses = []
+        for i in range(start, end):
+            seeds.set_default(seeds.derive(self.seed, step, self.first + i), self.device)
+            self._point_at(i)
+            for params in self._trainable:
+                for p in params:
+                    p.grad = None  # so that backward leaves its own tensor there instead of adding to an old one
+            value = loss(self.template, *(tensor[i] for tensor in batch))
+            value.backward()
+            for block, params in zip(self.blocks, self._trainable, strict=True):
+                targets = block.rows(block.grad)[i]
+                got = [(t, p.grad) for t, p in zip(targets, params, strict=True) if p.grad is not None]
+                torch._foreach_copy_([t for t, _ in got], [g for _, g in got])
+                if len(got) < len(params):
+                    for t, p in zip(targets, params, strict=True):
+                        if p.grad is None:
+                            t.zero_()
+            losses.append(value.detach())
+        for params in self._trainable:
+            for p in params:
+                p.grad = None
+        return torch.stack(losses)
+
+    def _vmap(self, loss: Loss, rows: slice, batch: Batch) -> Tensor:
+        call = vmap(grad_and_value(self._functional(loss)), randomness="different")
+        grads, losses = call(self._stacked(rows), self._state(rows), *batch)
+        self._store(rows, grads)
+        return losses.detach()
+
+    def _tape(self, loss: Loss, rows: slice, batch: Batch) -> Tensor:
+        leaves = {name: view.detach().requires_grad_() for name, view in self._stacked(rows).items()}
+        losses = vmap(self._functional(loss), randomness="different")(leaves, self._state(rows), *batch)
+        grads = torch.autograd.grad(losses.sum(), list(leaves.values()), allow_unused=True)
+        self._store(rows, dict(zip(leaves, grads, strict=True)))
+        return losses.detach()
+
+    def _functional(self, loss: Loss) -> Callable[..., Tensor]:
+        self.template.train()
+
+        def value(params: dict[str, Tensor], state: dict[str, Tensor], *batch: Tensor) -> Tensor:
+            return loss(_Functional(self.template, {**self.frozen, **params, **state}), *batch)
+
+        return value
+
+    def _stacked(self, rows: slice) -> dict[str, Tensor]:
+        return {name: view[rows] for block in self.blocks for name, view in block.tensors(block.x).items()}
+
+    def _state(self, rows: slice) -> dict[str, Tensor]:
+        return {name: stacked[rows] for name, stacked in self.buffers.items()}
+
+    def _store(self, rows: slice, grads: dict[str, Tensor | None]) -> None:
+        for block in self.blocks:
+            for name, target in block.tensors(block.grad).items():
+                grad = grads[name]
+                if grad is None:
+                    target[rows].zero_()
+                else:
+                    target[rows].copy_(grad)
+
+    # --- Single replicas and their mean ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def replica(self, i: int) -> Iterator[nn.Module]:
+        """Replica i as an ordinary module, in evaluation mode, for as long as the block lasts."""
+        was_training = self.template.training
+        self._point_at(i)
+        self.template.eval()
+        try:
+            yield self.template
+        finally:
+            self.template.train(was_training)
+
+    def mean_state(self) -> dict[str, Tensor]:
+        """Parameters and floating-point buffers averaged over the rows; other buffers are the first replica's."""
+        state = dict(self.frozen)
+        for block in self.blocks:
+            mean = block.x.mean(dim=0)
+            for slot in block.slots:
+                state[slot.name] = mean.as_strided(slot.shape, slot.strides, slot.start)
+        for name, stacked in self.buffers.items():
+            state[name] = stacked.mean(dim=0) if stacked.is_floating_point() else stacked[0].clone()
+        return state
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        """The averaged model as an ordinary module, in evaluation mode, for as long as the block lasts."""
+        state = self.mean_state()
+        was_training = self.template.training
+        for params, block in zip(self._trainable, self.blocks, strict=True):
+            for p, slot in zip(params, block.slots, strict=True):
+                p.data = state[slot.name]
+        for place, key, name in self._buffer_places:
+            place[key] = state[name]
+        self.template.eval()
+        try:
+            yield self.template
+        finally:
+            self.template.train(was_training)
+            self._point_at(0)
+
+    # --- Storage ---------------------------------------------------------------------------------------------------------
+
+    def _point_at(self, i: int) -> None:
+        for block, params in zip(self.blocks, self._trainable, strict=True):
+            for p, view in zip(params, block.rows(block.x)[i], strict=True):
+                p.data = view
+        for place, key, name in self._buffer_places:
+            place[key] = self._buffer_rows[name][i]
+
+    def _fill(self, i: int, module: nn.Module) -> None:
+        params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        with torch.no_grad():
+            for block in self.blocks:
+                for slot, view in zip(block.slots, block.rows(block.x)[i], strict=True):
+                    view.copy_(params[slot.name])
+            for name, stacked in self.buffers.items():
+                stacked[i].copy_(buffers[name])
+
+    def _built(self, build: nn.Module | Callable[[], nn.Module], i: int) -> nn.Module:
+        if isinstance(build, nn.Module):
+            return build
+        with seeds.undisturbed(self.device):
+            seeds.set_default(seeds.derive(self.seed, -1, self.first + i), self.device)
+            return build()
+
+
+class _Functional:
+    """Looks like the module to a loss function, but computes with given parameters and buffers."""
+
+    def __init__(self, module: nn.Module, state: dict[str, Tensor]) -> None:
+        self._module, self._state = module, state
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return functional_call(self._module, self._state, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _check_parameters(trainable: dict[str, nn.Parameter], module: nn.Module) -> None:
+    if not trainable:
+        raise GossamerError(f"{type(module).__name__} has no trainable parameters, so there is nothing to train or average")
+    places: list[tuple[int, int, str]] = []
+    for name, p in trainable.items():
+        if p.layout != torch.strided or not p.dtype.is_floating_point:
+            raise GossamerError(f"parameter {name!r} is {p.dtype} ({p.layout}); only dense floating-point parameters can be averaged")
+        places.append((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name))
+    places.sort()
+    for (_, end, name), (start, _, other) in zip(places, places[1:], strict=False):
+        if start < end:
+            raise GossamerError(
+                f"parameters {name!r} and {other!r} share memory but are not the same Parameter; "
+                "tie weights by assigning the same Parameter object to both"
+            )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def split(batch: Sequence[Tensor], r: int) -> Batch:
+    """``[r·b, …]`` to ``[r, b, …]``."""
+    for k, tensor in enumerate(batch):
+        if tensor.ndim == 0 or tensor.shape[0] % r:
+            raise GossamerError(f"batch tensor {k} has {tensor.shape[0] if tensor.ndim else 'no'} samples, which do not split over {r} replicas")
+    return tuple(tensor.reshape(r, -1, *tensor.shape[1:]) for tensor in batch)

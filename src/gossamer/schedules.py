@@ -1,0 +1,153 @@
+"""A Schedule says which Graph to use now. It sees the step, the epoch and what was last measured, and logs each change."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gossamer import graphs
+from gossamer.errors import GossamerError
+from gossamer.graphs import Graph
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a schedule is asked: step and epoch count from 0; ``signals`` holds the latest measurements by name."""
+
+    step: int
+    epoch: int
+    epochs: int
+    signals: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of graph, and why."""
+
+    step: int
+    epoch: int
+    graph: str
+    reason: str
+
+
+class Schedule(ABC):
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.changes: list[Change] = []
+        self._current: Graph | None = None
+
+    def graph(self, step: int, epoch: int = 0, epochs: int = 1, signals: Mapping[str, float] | None = None) -> Graph:
+        """The Graph for this step. Logs to ``changes`` when it is another than before."""
+        graph, reason = self.decide(Moment(step, epoch, epochs, signals or {}))
+        if self._current is None or graph.name != self._current.name:
+            if self._last_logged() != graph.name:
+                self.changes.append(Change(step, epoch, graph.name, reason))
+            self._current = graph
+        return graph
+
+    @abstractmethod
+    def decide(self, now: Moment) -> tuple[Graph, str]:
+        """The Graph, and the reason that goes to the log if it is a change."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The schedule as a person would write it."""
+
+    def _last_logged(self) -> str | None:
+        return self.changes[-1].graph if self.changes else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"changes": [asdict(change) for change in self.changes]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.changes = [Change(**change) for change in state["changes"]]
+
+
+class Fixed(Schedule):
+    """The same Graph from beginning to end."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph.n)
+        self.fixed = graph
+
+    def decide(self, now: Moment) -> tuple[Graph, str]:
+        return self.fixed, "fixed"
+
+    def describe(self) -> str:
+        return self.fixed.name
+
+
+_REACH = 0.8
+
+
+class Ada(Schedule):
+    """A ring lattice that starts dense and thins out: k = max(k0 - int(gamma·epoch), k_min).
+
+    k0 defaults to n-1, the complete graph. Give ``gamma``, the decrease per epoch, or ``reach``, the fraction of the epochs
+    after which k_min is reached: gamma = (k0 - k_min)/(reach·epochs). The formula is our reconstruction of the paper's idea
+    ("the coordination number decreases linearly over epochs"); the defaults are ours.
+    """
+
+    def __init__(
+        self, n: int, k0: int | None = None, gamma: float | None = None, reach: float = _REACH, k_min: int = 2
+    ) -> None:
+        super().__init__(n)
+        densest = max(n - 1, 1)
+        if gamma is not None and reach != _REACH:
+            raise GossamerError("Ada: give gamma or reach, not both; each of them sets how fast k falls")
+        if gamma is not None and gamma < 0:
+            raise GossamerError(f"Ada: gamma={gamma} is negative; k falls by gamma each epoch")
+        if not 0 < reach <= 1:
+            raise GossamerError(f"Ada: reach={reach} is out of range; it is a fraction of the epochs, above 0 and up to 1")
+        if k_min < 2:
+            raise GossamerError(f"Ada: k_min={k_min} is out of range; the thinnest lattice is the ring, k_min=2")
+        if k0 is not None and n > 3 and not k_min <= k0 <= densest:
+            raise GossamerError(f"Ada: k0={k0} is out of range for n={n}; it is from k_min={k_min} to {densest} (complete)")
+        self.k0 = densest if k0 is None else min(k0, densest)
+        self.k_min = min(k_min, self.k0)
+        self.gamma = gamma
+        self.reach = reach
+        self._graphs: dict[int, Graph] = {}
+
+    def k(self, epoch: int, epochs: int) -> int:
+        gamma = (self.k0 - self.k_min) / (self.reach * epochs) if self.gamma is None else self.gamma
+        # The nudge keeps e.g. int(0.1 · 30) at 3 when the product is 2.9999999999999996.
+        return max(self.k0 - int(gamma * epoch + 1e-9), self.k_min)
+
+    def decide(self, now: Moment) -> tuple[Graph, str]:
+        k = self.k(now.epoch, now.epochs)
+        if k not in self._graphs:
+            self._graphs[k] = graphs.complete(self.n) if k >= self.n - 1 else graphs.lattice(self.n, k=k)
+        return self._graphs[k], f"epoch {now.epoch} of {now.epochs}: k={k}"
+
+    def describe(self) -> str:
+        speed = f"reach={self.reach}" if self.gamma is None else f"gamma={self.gamma}"
+        return f"ada:k0={self.k0},{speed},k_min={self.k_min}"
+
+
+def schedule(what: str | Graph | Schedule, n: int) -> Schedule:
+    """What a person may write for a schedule: a graph's name, ``"ada"`` (with ``:reach=0.5`` …), a Graph, or a Schedule."""
+    if isinstance(what, str) and what.partition(":")[0].strip().lower() == "ada":
+        return Ada(n, **_ada_options(what))  # type: ignore[arg-type]
+    made = Fixed(graphs.parse(what, n)) if isinstance(what, str) else Fixed(what) if isinstance(what, Graph) else what
+    if made.n != n:
+        raise GossamerError(f"this graph or schedule is for {made.n} replicas, but there are {n}")
+    return made
+
+
+_ADA_OPTIONS = {"k0": int, "gamma": float, "reach": float, "k_min": int}
+
+
+def _ada_options(text: str) -> dict[str, float]:
+    options: dict[str, float] = {}
+    for part in filter(None, (p.strip() for p in text.partition(":")[2].split(","))):
+        key, _, value = (s.strip() for s in part.partition("="))
+        if key not in _ADA_OPTIONS:
+            raise GossamerError(f"Ada has no parameter {key!r}; it takes {', '.join(_ADA_OPTIONS)}")
+        try:
+            options[key] = _ADA_OPTIONS[key](value)
+        except ValueError:
+            raise GossamerError(f"{text!r}: {key}={value!r} is not a number as {key} takes it") from None
+    return options

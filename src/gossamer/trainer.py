@@ -1,0 +1,270 @@
+"""The step loop. It owns the one step counter; everything else is a pure function of it, the seed and the state it saves."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from gossamer import checkpoint, profile
+from gossamer.algorithms import algorithm
+from gossamer.backends import Backend
+from gossamer.errors import GossamerError
+from gossamer.graphs import Graph
+from gossamer.learning_rates import LearningRate
+from gossamer.mixing import Mixer
+from gossamer.optim import BlockOptimizer, Recipe
+from gossamer.profile import Profile
+from gossamer.replicas import Replicas
+from gossamer.rounds import Mean
+from gossamer.schedules import Schedule, schedule
+from gossamer.tasks import Reshuffled, Task
+
+
+class TrainingDiverged(GossamerError):
+    """A loss that is not a number. The last checkpoint is kept."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to train a task on n replicas. ``algorithm``: dsgd-awc, dsgd-atc or allreduce. ``batch`` is per replica."""
+
+    replicas: int
+    epochs: int
+    batch: int
+    algorithm: str = "dsgd-atc"
+    optimizer: Recipe = field(default_factory=Recipe)
+    learning_rate: LearningRate | None = None  # default: constant, the recipe's lr
+    seed: int = 0
+    init: Literal["same", "different"] = "same"
+    backend: str = "auto"
+    vmap_randomness: bool = False
+    profile_every: int = 0  # steps; 0: never
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """What one epoch brought. ``value`` is the metric of the averaged model on the test data."""
+
+    epoch: int
+    step: int
+    lr: float
+    train_loss: float
+    value: float
+    graph: str
+    bytes: int
+    consensus_distance: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The metric of the averaged model, and the mean and the worst over the replicas."""
+
+    value: float
+    mean: float
+    worst: float
+
+
+class Trainer:
+    """``graph``: a name, a Graph or a Schedule. ``allreduce`` needs none."""
+
+    def __init__(
+        self,
+        task: Task,
+        settings: Settings,
+        graph: str | Graph | Schedule = "complete",
+        *,
+        on_profile: Callable[[Profile], None] | None = None,
+        on_epoch: Callable[[EpochRecord], None] | None = None,
+        on_step: Callable[[int, float], None] | None = None,
+    ) -> None:
+        n = settings.replicas
+        if n < 1:
+            raise GossamerError(f"replicas={n}: at least one replica is needed")
+        if settings.epochs < 1:
+            raise GossamerError(f"epochs={settings.epochs}: at least one epoch is needed")
+        kind = algorithm(settings.algorithm)
+        if kind.averages_gradients and settings.init == "different":
+            raise GossamerError(f"{settings.algorithm} averages gradients, so replicas must start the same; init='different' can't work")
+        self.task, self.settings = task, settings
+        self.device = torch.device(settings.device)
+        self.on_profile, self.on_epoch, self.on_step = on_profile, on_epoch, on_step
+        self.schedule = schedule("complete" if kind.averages_gradients else graph, n)
+        self.replicas = Replicas(
+            task.build,
+            n,
+            init=settings.init,
+            seed=settings.seed,
+            device=settings.device,
+            backend=settings.backend,
+            vmap_randomness=settings.vmap_randomness,
+        )
+        self.algorithm = kind(BlockOptimizer(settings.optimizer, self.replicas))
+        self.learning_rate = settings.learning_rate or LearningRate(settings.optimizer.lr)
+        self.mixer = Mixer(n)
+        self.batches = Reshuffled(tuple(t.to(self.device) for t in task.train), n, settings.batch, settings.seed)
+        self.test = tuple(t.to(self.device) for t in task.test)
+        self.steps = self.batches.steps_per_epoch * settings.epochs
+        self.step = 0  # steps done
+        self.bytes = 0  # received by each replica so far
+        self.history: list[EpochRecord] = []
+        self.signals: dict[str, float] = {}
+        self._epoch_loss = torch.zeros((), dtype=torch.float64)
+        self._seconds = 0.0
+
+    @property
+    def epoch(self) -> int:
+        return self.step // self.batches.steps_per_epoch
+
+    def run(self, until: int | None = None, save: Path | None = None, save_every: int | None = None) -> list[EpochRecord]:
+        """Train up to step ``until`` (default: the end). With ``save``, a checkpoint there after each epoch (or every
+        ``save_every`` steps)."""
+        end = self.steps if until is None else min(until, self.steps)
+        per_epoch = self.batches.steps_per_epoch
+        while self.step < end:
+            began = time.perf_counter()
+            self._train_one_step()
+            self._seconds += time.perf_counter() - began
+            if self.step % per_epoch == 0:
+                self._end_epoch()
+            if save is not None and self.step % (save_every or per_epoch) == 0:
+                self.save(save)
+        return self.history
+
+    def _train_one_step(self) -> None:
+        t, epoch = self.step, self.epoch
+        graph = self.schedule.graph(t, epoch, self.settings.epochs, self.signals)
+        self.mixer.round = Mean(graph.n) if self.algorithm.averages_gradients else graph.round(t)
+        self.algorithm.optimizer.set_lr(self.learning_rate.at(t, self.steps, self.settings.replicas))
+        self.bytes += self.mixer.round.cost(self.replicas.row_bytes)
+        self.algorithm.begin(self.replicas, self.mixer, self._look)
+        losses = self.replicas.gradients(self.task.loss, self.batches.batch(t), t)
+        self._check(losses, t)
+        self.algorithm.finish(self.replicas, self.mixer, self._look)
+        loss = losses.double().mean().cpu()
+        self._epoch_loss += loss
+        self.step += 1
+        if self.on_step is not None:
+            self.on_step(self.step, float(loss))
+
+    def _check(self, losses: torch.Tensor, t: int) -> None:
+        bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
+        if bad:
+            more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+            raise TrainingDiverged(
+                f"the loss of replica {self.replicas.first + bad[0]}{more} is {float(losses[bad[0]])} at step {t} "
+                f"(epoch {self.epoch}); a smaller learning rate or gradient clipping may help. The last checkpoint is kept"
+            )
+
+    def _look(self) -> None:
+        every = self.settings.profile_every
+        if every and self.step % every == 0:
+            seen = profile.take(self.replicas, self.step, self.epoch, self.bytes)
+            self.signals["consensus_distance"] = seen.consensus_distance
+            for name, values in seen.dispersion().items():
+                self.signals[name] = float(values.mean())
+            if self.on_profile is not None:
+                self.on_profile(seen)
+
+    def _end_epoch(self) -> None:
+        per_epoch = self.batches.steps_per_epoch
+        record = EpochRecord(
+            epoch=self.epoch - 1,
+            step=self.step,
+            lr=self.learning_rate.at(self.step - 1, self.steps, self.settings.replicas),
+            train_loss=float(self._epoch_loss) / per_epoch,
+            value=self.value(),
+            graph=self.schedule.changes[-1].graph,
+            bytes=self.bytes,
+            consensus_distance=profile.consensus_distance(self.replicas),
+            seconds=self._seconds,
+        )
+        self._epoch_loss.zero_()
+        self.history.append(record)
+        if self.on_epoch is not None:
+            self.on_epoch(record)
+
+    # --- How good is it? -------------------------------------------------------------------------------------------------
+
+    def value(self) -> float:
+        """The metric of the averaged model on the test data."""
+        with self.replicas.averaged() as model:
+            return self.task.metric.of(model, self.test)
+
+    def evaluate(self) -> Evaluation:
+        """The averaged model, and every single replica: takes n times as long as :meth:`value`."""
+        values = []
+        for i in range(self.replicas.r):
+            with self.replicas.replica(i) as model:
+                values.append(self.task.metric.of(model, self.test))
+        return Evaluation(self.value(), sum(values) / len(values), self.task.metric.worst(values))
+
+    # --- Checkpoint and resume -------------------------------------------------------------------------------------------
+
+    def save(self, path: Path) -> None:
+        tensors = {f"x.{k}": block.x for k, block in enumerate(self.replicas.blocks)}
+        tensors |= {f"buffer.{name}": stacked for name, stacked in self.replicas.buffers.items()}
+        tensors["epoch_loss"] = self._epoch_loss
+        header = {
+            "settings": self._fingerprint(),
+            "step": self.step,
+            "bytes": self.bytes,
+            "seconds": self._seconds,
+            "signals": self.signals,
+            "schedule": self.schedule.state_dict(),
+            "history": [asdict(record) for record in self.history],
+            "optimizer": checkpoint.flatten("optimizer", self.algorithm.optimizer.state_dict(), tensors),
+            "backend": str(self.replicas.backend) if self.replicas.backend else None,
+            "threads": torch.get_num_threads(),
+        }
+        checkpoint.save(path, tensors, header)
+
+    def load(self, path: Path) -> None:
+        """Go on exactly where :meth:`save` was called. The settings must be the same."""
+        tensors, header = checkpoint.load(path, self.device)
+        mine = self._fingerprint()
+        differ = [f"{key} ({header['settings'].get(key)!r} there, {mine[key]!r} here)" for key in mine if header["settings"].get(key) != mine[key]]
+        if differ:
+            raise GossamerError(f"{path} was made with other settings: {'; '.join(differ)}")
+        for k, block in enumerate(self.replicas.blocks):
+            block.x.copy_(tensors[f"x.{k}"])
+        for name, stacked in self.replicas.buffers.items():
+            stacked.copy_(tensors[f"buffer.{name}"])
+        self.algorithm.optimizer.load_state_dict(checkpoint.unflatten(header["optimizer"], tensors))
+        self.schedule.load_state_dict(header["schedule"])
+        self._epoch_loss = tensors["epoch_loss"].cpu()
+        self.step, self.bytes, self._seconds = header["step"], header["bytes"], header["seconds"]
+        self.signals = header["signals"]
+        self.history = [EpochRecord(**record) for record in header["history"]]
+        if header["backend"] is not None:
+            self.replicas.backend = Backend.parse(header["backend"])
+        if header["threads"] != torch.get_num_threads():
+            warnings.warn(
+                f"{path} was made with {header['threads']} threads and this process has {torch.get_num_threads()}: "
+                "results may differ in the last digits",
+                stacklevel=2,
+            )
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What must agree for a resumed run to be the same run."""
+        s = self.settings
+        return {
+            "task": self.task.name,
+            "replicas": s.replicas,
+            "epochs": s.epochs,
+            "batch": s.batch,
+            "algorithm": s.algorithm,
+            "schedule": self.schedule.describe(),
+            "optimizer": repr(s.optimizer),
+            "learning_rate": repr(self.learning_rate),
+            "seed": s.seed,
+            "init": s.init,
+            "tensors": self.replicas.slots,
+        }
