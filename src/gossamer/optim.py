@@ -151,11 +151,9 @@ class BlockOptimizer:
 
     def _clip(self, limit: float) -> None:
         """As ``clip_grad_norm_`` does, over all tensors of one replica. Tensor by tensor, so that n=1 rounds as PyTorch does."""
-        blocks = self.replicas.blocks
         for i in range(self.replicas.r):
-            grads = [grad for block in blocks for grad in block.rows(block.grad)[i]]
-            scale = (limit / (nn.utils.get_total_norm(grads) + 1e-6)).clamp(max=1.0)
-            for block in blocks:
+            scale = (limit / (nn.utils.get_total_norm(self.replicas.row_gradients(i)) + 1e-6)).clamp(max=1.0)
+            for block in self.replicas.blocks:
                 block.grad[i].mul_(scale.to(block.dtype))
 
     def state_dict(self) -> list[dict[str, Any]]:

@@ -60,6 +60,8 @@ class Replicas:
             by_dtype.setdefault(p.dtype, []).append((name, p, spared))
         self.blocks = [Block(named, r, self.device) for named in by_dtype.values()]
         self._trainable = [[trainable[slot.name] for slot in block.slots] for block in self.blocks]
+        places = {slot.name: (block, k) for block in self.blocks for k, slot in enumerate(block.slots)}
+        self._in_order = [places[name] for name in trainable]  # the module's own order
         # What is not trained: buffers (each replica its own) and frozen parameters (one copy, seen r times).
         self.frozen = {name: p.detach() for name, p in self._params.items() if not p.requires_grad}
         self.buffers = {name: b.detach().expand(r, *b.shape).clone() for name, b in self.template.named_buffers()}
@@ -177,6 +179,10 @@ class Replicas:
                     target[rows].zero_()
                 else:
                     target[rows].copy_(grad)
+
+    def row_gradients(self, i: int) -> list[Tensor]:
+        """Replica i's gradient, tensor by tensor, in the order of the module's parameters."""
+        return [block.rows(block.grad)[i][k] for block, k in self._in_order]
 
     # --- Single replicas and their mean ----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Data sets as tensors: (train, test), each a pair (inputs, labels), inputs scaled to zero mean and unit variance."""
+"""Data sets as tensors: (train, test), each a pair (inputs, labels), inputs scaled to 0…1."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def digits() -> tuple[Pair, Pair]:
     x = torch.from_numpy(raw.images).float()[order] / 16
     y = torch.from_numpy(raw.target).long()[order]
     cut = len(y) * 4 // 5
-    return _scaled((x[:cut], y[:cut]), (x[cut:], y[cut:]))
+    return (x[:cut], y[:cut]), (x[cut:], y[cut:])
 
 
 def fashion_mnist(folder: Path | None = None) -> tuple[Pair, Pair]:
@@ -43,7 +43,7 @@ def fashion_mnist(folder: Path | None = None) -> tuple[Pair, Pair]:
         images = read_idx(found / f"{split}-images-idx3-ubyte.gz")
         labels = read_idx(found / f"{split}-labels-idx1-ubyte.gz")
         pairs.append((torch.from_numpy(images).float() / 255, torch.from_numpy(labels).long()))
-    return _scaled(*pairs)
+    return pairs[0], pairs[1]
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -61,8 +61,3 @@ def read_idx(path: Path) -> np.ndarray:
     if len(raw) - start != expected:
         raise GossamerError(f"{path} has {len(raw) - start} bytes after offset {start}; its header says {expected}")
     return np.frombuffer(raw, dtype=np.uint8, offset=start).reshape(shape).copy()
-
-
-def _scaled(train: Pair, test: Pair) -> tuple[Pair, Pair]:
-    mean, std = train[0].mean(), train[0].std()
-    return ((train[0] - mean) / std, train[1]), ((test[0] - mean) / std, test[1])
