@@ -208,9 +208,7 @@ def random_matching(n: int, seed: int = 0, rounds: int = 64) -> Sequence[Round]:
 def random_regular(n: int, d: int = 4, seed: int = 0) -> Sequence[Round]:
     """A random graph in which everyone has d neighbours."""
     if not 1 <= d <= n - 1 or (n * d) % 2 or (d == 1 and n > 2):
-        raise GossamerError(
-            f"random-regular: no connected graph with n={n} and d={d}; d is from 2 to {n - 1} and n·d is even"
-        )
+        raise GossamerError(f"random-regular: no connected graph with n={n} and d={d}; d is from 2 to {n - 1} and n·d is even")
     return [_draw("random-regular", lambda s: nx.random_regular_graph(d, n, seed=s), seed, "try a larger d")]
 
 
@@ -343,7 +341,9 @@ def parse(text: str, n: int) -> Graph:
         try:
             given[key] = kind(value)
         except ValueError:
-            raise GossamerError(f"graph {text!r}: {key}={value!r} is not {'a number' if kind is float else 'an integer'}") from None
+            raise GossamerError(
+                f"graph {text!r}: {key}={value!r} is not {'a number' if kind is float else 'an integer'}"
+            ) from None
     return family(n, **given)
 
 

@@ -136,10 +136,11 @@ def _weights(round_: General, dtype: torch.dtype, device: torch.device) -> Tenso
     w = round_.weights
     if w.nnz > _DENSE * round_.n**2:
         return torch.from_numpy(w.toarray()).to(device, dtype)
-    parts = (torch.from_numpy(part.astype("int64")) for part in (w.indptr, w.indices))
+    starts, columns = (torch.from_numpy(part.astype("int64")) for part in (w.indptr, w.indices))
+    values = torch.from_numpy(w.data)
     with warnings.catch_warnings():  # torch says that its CSR tensors are "in beta" each time; our tests cover our use
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-        return torch.sparse_csr_tensor(*parts, torch.from_numpy(w.data), size=w.shape, check_invariants=True).to(device, dtype)
+        return torch.sparse_csr_tensor(starts, columns, values, size=w.shape, check_invariants=True).to(device, dtype)
 
 
 class Mixer:

@@ -48,7 +48,9 @@ class Recipe:
         }
         cls = known.get(self.name.lower())
         if cls is None:
-            raise GossamerError(f"optimizer {self.name!r} is not in torch.optim; use one of {', '.join(n.lower() for n in _ELEMENTWISE)}")
+            raise GossamerError(
+                f"optimizer {self.name!r} is not in torch.optim; use one of {', '.join(n.lower() for n in _ELEMENTWISE)}"
+            )
         if cls.__name__ in _REFUSED:
             raise GossamerError(
                 f"optimizer {self.name!r} can't run on a block of replicas: {_REFUSED[cls.__name__]}; "
@@ -95,7 +97,9 @@ class BlockOptimizer:
             options.setdefault("fused", "foreach" not in options)
         self.optimizers = [self._make(kind, groups, options) for groups in shares]
 
-    def _make(self, kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.optim.Optimizer:
+    def _make(
+        self, kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]
+    ) -> torch.optim.Optimizer:
         try:
             return kind(groups, lr=self.recipe.lr, **options)  # type: ignore[call-arg]
         except (TypeError, ValueError) as error:

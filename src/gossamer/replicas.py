@@ -7,6 +7,7 @@ How the gradients of all replicas are computed is up to a backend (``backends.py
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -108,6 +109,7 @@ class Replicas:
         if backend.kind == "loop":
             return self._loop(loss, batch, step, start, end)
         chunk = backend.chunk or self.r
+        chunk = -(-(end - start) // -(-(end - start) // chunk))  # the same number of chunks, of even size
         way = self._vmap if backend.kind == "vmap" else self._tape
         losses = []
         for low in range(start, end, chunk):
@@ -116,7 +118,9 @@ class Replicas:
             try:
                 losses.append(way(loss, rows, tuple(tensor[rows] for tensor in batch)))
             except (RuntimeError, NotImplementedError, ValueError) as error:
-                raise GossamerError(f"backend {str(backend)!r} can't run this model ({_first_line(error)}); use 'loop'") from error
+                raise GossamerError(
+                    f"backend {str(backend)!r} can't run this model ({_first_line(error)}); use 'loop'"
+                ) from error
         return torch.cat(losses)
 
     def _loop(self, loss: Loss, batch: Batch, step: int, start: int, end: int) -> Tensor:
@@ -270,10 +274,12 @@ def _check_parameters(trainable: dict[str, nn.Parameter], module: nn.Module) -> 
     places: list[tuple[int, int, str]] = []
     for name, p in trainable.items():
         if p.layout != torch.strided or not p.dtype.is_floating_point:
-            raise GossamerError(f"parameter {name!r} is {p.dtype} ({p.layout}); only dense floating-point parameters can be averaged")
+            raise GossamerError(
+                f"parameter {name!r} is {p.dtype} ({p.layout}); only dense floating-point parameters can be averaged"
+            )
         places.append((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name))
     places.sort()
-    for (_, end, name), (start, _, other) in zip(places, places[1:], strict=False):
+    for (_, end, name), (start, _, other) in itertools.pairwise(places):
         if start < end:
             raise GossamerError(
                 f"parameters {name!r} and {other!r} share memory but are not the same Parameter; "
@@ -289,5 +295,7 @@ def split(batch: Sequence[Tensor], r: int) -> Batch:
     """``[r·b, …]`` to ``[r, b, …]``."""
     for k, tensor in enumerate(batch):
         if tensor.ndim == 0 or tensor.shape[0] % r:
-            raise GossamerError(f"batch tensor {k} has {tensor.shape[0] if tensor.ndim else 'no'} samples, which do not split over {r} replicas")
+            raise GossamerError(
+                f"batch tensor {k} has {tensor.shape[0] if tensor.ndim else 'no'} samples, which do not split over {r} replicas"
+            )
     return tuple(tensor.reshape(r, -1, *tensor.shape[1:]) for tensor in batch)

@@ -138,7 +138,7 @@ class Groups(Round):
         return self.span - 1
 
     @cached_property
-    def span(self) -> int:  # type: ignore[override]
+    def span(self) -> int:
         return max(len(group) for group in self.groups)
 
 
@@ -157,7 +157,7 @@ class General(Round):
         return {int(j): float(w) for j, w in pairs}
 
     @cached_property
-    def degree(self) -> int:  # type: ignore[override]
+    def degree(self) -> int:
         off_diagonal = self.weights - scipy.sparse.diags_array(self.weights.diagonal(), format="csr")
         off_diagonal.eliminate_zeros()
         return int(np.diff(off_diagonal.tocsr().indptr).max(initial=0))

@@ -92,7 +92,9 @@ class Trainer:
             raise GossamerError(f"epochs={settings.epochs}: at least one epoch is needed")
         kind = algorithm(settings.algorithm)
         if kind.averages_gradients and settings.init == "different":
-            raise GossamerError(f"{settings.algorithm} averages gradients, so replicas must start the same; init='different' can't work")
+            raise GossamerError(
+                f"{settings.algorithm} averages gradients, so replicas must start the same; init='different' can't work"
+            )
         self.task, self.settings = task, settings
         self.device = torch.device(settings.device)
         self.on_profile, self.on_epoch, self.on_step = on_profile, on_epoch, on_step
@@ -230,7 +232,11 @@ class Trainer:
         """Go on exactly where :meth:`save` was called. The settings must be the same."""
         tensors, header = checkpoint.load(path, self.device)
         mine = self._fingerprint()
-        differ = [f"{key} ({header['settings'].get(key)!r} there, {mine[key]!r} here)" for key in mine if header["settings"].get(key) != mine[key]]
+        differ = [
+            f"{key} ({header['settings'].get(key)!r} there, {mine[key]!r} here)"
+            for key in mine
+            if header["settings"].get(key) != mine[key]
+        ]
         if differ:
             raise GossamerError(f"{path} was made with other settings: {'; '.join(differ)}")
         for k, block in enumerate(self.replicas.blocks):

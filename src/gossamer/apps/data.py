@@ -19,7 +19,7 @@ _FASHION_PLACES = (Path("/usr/share/datasets/fashion-mnist"),)  # where Debian p
 
 def digits() -> tuple[Pair, Pair]:
     """scikit-learn's 1,797 handwritten digits of 8×8 pixels; the last fifth of a fixed shuffle is the test set."""
-    from sklearn.datasets import load_digits  # noqa: PLC0415  (slow to import, and only needed here)
+    from sklearn.datasets import load_digits  # here, because it is slow to import
 
     raw = load_digits()
     order = torch.randperm(len(raw.target), generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,32 @@
+# Each target sets up its own virtual environment from nothing: Python 3.11 or later and git are all it needs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint bench clean
+
+demo: $(READY)  ## train six graphs on embedded data and print how they compare
+	$(BIN)/python examples/compare_graphs.py digits
+
+test: $(READY)  ## everything that is checked automatically
+	$(BIN)/python -m pytest -n 2
+
+lint: $(READY)  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)  ## the benchmarks, with the bars that they must meet
+	$(BIN)/python -m benchmarks.mixing
+	$(BIN)/python -m benchmarks.replicas
+
+# torch first and by exact version: a range would fetch the newest build, with gigabytes of GPU libraries.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
