@@ -1,6 +1,6 @@
 """How close is X <- W X to a plain copy of X?
 
-    python benchmarks/mixing.py [--repeats 9]
+    python -m benchmarks.mixing [--repeats 9]
 
 One process, float32. Times are medians of interleaved repeats; "copies" is the ratio to copying X once in the same run.
 """

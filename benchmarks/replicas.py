@@ -1,6 +1,6 @@
 """How close do many replicas in one process come to the hardware, and which backend is best where?
 
-    python benchmarks/replicas.py [--repeats 9] [--case mlp-1008x4 …]
+    python -m benchmarks.replicas [--repeats 9] [--case mlp-1008x4 …]
 
 For each model and number of replicas × batch: forward and backward of all replicas by each backend; "shared" is all samples
 through one model (the compute limit when batches are small); "plain" is a loop over separate modules with their own

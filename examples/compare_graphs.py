@@ -1,4 +1,4 @@
-"""Six ways to average, side by side in one process: the better connected the graph, the better the averaged model.
+"""Six ways to average, side by side in one process.
 
     python examples/compare_graphs.py digits           scikit-learn's digits, n=48, under a minute (make demo)
     python examples/compare_graphs.py fashion          Fashion-MNIST, n=96, a few minutes on two cores

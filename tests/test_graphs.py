@@ -144,6 +144,16 @@ def test_powers_of_two_average_exactly_in_log2_n(n):
         assert is_mean(np.linalg.multi_dot([graph.matrix(t) for t in range(3, 3 + graph.period)] + [np.eye(n)]))
 
 
+@pytest.mark.parametrize("name", ["equi-dynamic", "random-matching"])
+@pytest.mark.parametrize("n", [6, 7, 12, 20])
+def test_a_long_period_is_not_taken_for_exact(name, n):
+    graph = graphs.parse(name, n)
+    short = graphs.Graph("first rounds", graph.rounds[:8])
+    norm = np.linalg.norm(product(short) - 1 / n, 2)
+    assert short.spectral_gap() == pytest.approx(1 - norm ** (1 / 8), rel=1e-6)
+    assert 0.05 < graph.spectral_gap() < 0.8
+
+
 def test_one_peer_exponential_is_directed():
     graph = graphs.one_peer_exponential(10)
     assert graph.period == 4
@@ -214,6 +224,12 @@ def test_star_has_metropolis_weights():
     assert w[1, 1] == pytest.approx(0.8)
 
 
+def test_n_and_parameters_in_other_forms():
+    assert graphs.lattice(np.int64(9), 4).name == "lattice:k=4"
+    for name in applicable(16):
+        np.testing.assert_array_equal(graphs.parse(name, np.int64(16)).matrix(), graphs.parse(name, 16).matrix())
+
+
 def test_own_graphs():
     w = np.array([[0.5, 0.5, 0], [0.25, 0.5, 0.25], [0, 0.5, 0.5]])
     graph = graphs.from_matrix(w)
@@ -238,6 +254,12 @@ BAD = [
     (lambda: graphs.parse("lattice:k=1", 8), "k=1 is out of range for n=8.*2 .ring. to 7"),
     (lambda: graphs.parse("lattice:k=8", 8), "k=8 is out of range"),
     (lambda: graphs.parse("lattice", 8), "needs 'k'"),
+    (lambda: graphs.lattice(9, k=2.5), "k=2.5 is not an integer"),
+    (lambda: graphs.lattice(9, 4, 5), "got 2 values beside n; it takes k"),
+    (lambda: graphs.parse("random-matching:seed=-1", 8), "seed=-1 is not a seed"),
+    (lambda: graphs.from_matrix([np.eye(2), np.eye(3)]), "all of the same size"),
+    (lambda: graphs.from_networkx(nx.MultiGraph([(0, 1)])), "multigraph"),
+    (lambda: graphs.from_matrix([[1, 0, 0], [0, 1, 0], [0.25, 0.25, 0.5]]), "not connected: 3 parts"),
     (lambda: graphs.parse("lattice:k=ten", 8), "k='ten' is not an integer"),
     (lambda: graphs.parse("lattice:j=2", 8), "no parameter 'j'; it takes k"),
     (lambda: graphs.parse("ring:k=2", 8), "no parameter 'k'; it takes none"),

@@ -36,6 +36,25 @@ def test_wide_windows_stay_accurate_over_1008_rows(k):
     torch.testing.assert_close(mix(made, x, torch.empty_like(x)), reference(made, x), rtol=5e-6, atol=0)
 
 
+def test_a_row_much_larger_than_the_others_disturbs_only_its_neighbours():
+    for k, size, tolerance in ((2, 1e6, 1e-6), (4, 1e6, 1e-6), (20, 1e3, 1e-5)):
+        x = torch.randn(96, 50) + 3
+        x[40] *= size
+        made = graphs.lattice(96, k=k).round(0)
+        error = (mix(made, x, torch.empty_like(x)) - reference(made, x)).norm(dim=1) / reference(made, x).norm(dim=1)
+        assert error.max() < tolerance
+    x[40] = float("nan")
+    made = graphs.ring(96).round(0)
+    assert mix(made, x, torch.empty_like(x)).isnan().any(dim=1).nonzero().flatten().tolist() == [39, 40, 41]
+
+
+def test_half_precision():
+    x = torch.randn(64, 48).bfloat16()
+    for name in ("torus", "exponential", "ring", "one-peer-exponential", "complete"):
+        made = graphs.parse(name, 64).round(0)
+        torch.testing.assert_close(mix(made, x, torch.empty_like(x)), reference(made, x), rtol=0.02, atol=0.02)
+
+
 @given(st.integers(2, 60), st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_permutation_and_any_groups(n, data):

@@ -110,6 +110,7 @@ def test_starts_same_or_different():
     assert (same.blocks[0].x == same.blocks[0].x[0]).all()
     assert not torch.equal(different.blocks[0].x[0], different.blocks[0].x[1])
     assert torch.equal(same.blocks[0].x[0], different.blocks[0].x[0])
+    assert torch.equal(Replicas(mlp, 2, seed=2, first=3).blocks[0].x, same.blocks[0].x[:2])
     # Row 3 starts the same whichever process holds it.
     assert torch.equal(Replicas(mlp, 2, init="different", seed=2, first=3).blocks[0].x[0], different.blocks[0].x[3])
 
@@ -143,9 +144,62 @@ def test_tied_frozen_channels_last_and_mixed_dtypes():
     def loss(model, x, y):
         return F.cross_entropy(model[2](model[1](model[0](x)).double()), y)
 
-    replicas.backend = Backend("loop")
     replicas.gradients(loss, batch(3))
     assert all(block.grad.abs().sum() > 0 for block in replicas.blocks)
+
+
+@pytest.mark.parametrize("backend", ["loop", "vmap", "tape", "auto"])
+def test_a_loss_may_use_the_model_in_any_way(backend):
+    """A method, a part, a walk over its parameters: everything is computed with the replica's own parameters."""
+
+    def loss(model, x, y):
+        penalty = sum((p**2).sum() for p in model.parameters())
+        return F.cross_entropy(model[3](model[2](model[1](model[0](x)))), y) + 0.1 * penalty + 0.1 * model[1].weight.mean()
+
+    replicas, expected = (Replicas(mlp, 5, init="different", backend=b) for b in (backend, "loop"))
+    replicas.gradients(loss, batch(5))
+    expected.gradients(loss, batch(5))
+    torch.testing.assert_close(replicas.blocks[0].grad, expected.blocks[0].grad, rtol=1e-5, atol=1e-6)
+    modules = [mlp() for _ in range(5)]
+    for i, module in enumerate(modules):
+        with expected.replica(i) as source:
+            module.load_state_dict(source.state_dict())
+        loss(module, *(t[i] for t in batch(5))).backward()
+        assert torch.equal(expected.row_gradients(i)[0], module[1].weight.grad)
+
+
+class Counting(nn.Module):
+    """Replaces a buffer instead of changing it, and shares another one with a part of itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(64, 10)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("shared", torch.zeros(()))
+        self.out.register_buffer("shared", self.shared)
+
+    def forward(self, x):
+        self.seen = self.seen + 1
+        self.shared += 1
+        assert self.out.shared is self.shared
+        return self.out(x.flatten(1))
+
+
+def test_buffers_that_are_replaced_or_shared():
+    replicas = Replicas(Counting, 3)
+    for step in range(4):
+        replicas.gradients(cross_entropy, batch(3), step)
+    assert replicas.backend == Backend("loop")
+    assert replicas.buffers["seen"].tolist() == [4, 4, 4]
+    assert replicas.buffers["shared"].tolist() == [4, 4, 4]
+
+
+def test_a_given_module_stays_its_owners():
+    module = mlp()
+    before = module[1].weight.detach().clone()
+    replicas = Replicas(module, 2)
+    replicas.blocks[0].x.zero_()
+    assert torch.equal(module[1].weight, before)
 
 
 def test_unused_parameters_get_a_zero_gradient():

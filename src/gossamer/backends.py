@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from gossamer import seeds
 from gossamer.errors import GossamerError
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ def choose(replicas: Replicas, loss: Loss, batch: Batch) -> tuple[Backend, dict[
     saved = {name: stacked.clone() for name, stacked in replicas.buffers.items()}
     try:
         candidates = [Backend("loop")]
-        if replicas.vmap_randomness or not _uses_randomness(replicas, loss, batch):
+        draws = _uses_randomness(replicas, loss, batch)
+        # vmap would lose a buffer that forward replaces by a new tensor.
+        if (replicas.vmap_randomness or not draws) and not replicas.replaces_buffers:
             candidates += _vectorised(replicas)
         seconds: dict[Backend, float] = {}
         with warnings.catch_warnings():  # vmap warns of operations that it can only loop over: the clock will tell
@@ -109,7 +112,7 @@ def _uses_randomness(replicas: Replicas, loss: Loss, batch: Batch) -> bool:
     replicas.run(Backend("loop"), loss, batch, 0, 0, 1)  # seeds the default generators, then runs replica 0
     generators = [torch.default_generator]
     if replicas.device.type == "cuda":
-        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        generators.append(seeds.cuda_generator(replicas.device))
     untouched = (torch.Generator(g.device).manual_seed(g.initial_seed()).get_state() for g in generators)
     return any(not torch.equal(g.get_state(), state) for g, state in zip(generators, untouched, strict=True))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ _FORMAT = "gossamer-checkpoint-1"
 def save(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
     """Written beside ``path`` and moved there in one step, so a crash leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".tmp")
-    os.close(handle)
+    name = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         compact = {key: tensor.contiguous() for key, tensor in tensors.items()}
         safetensors.torch.save_file(compact, name, metadata={"format": _FORMAT, "header": json.dumps(header)})
@@ -30,7 +28,7 @@ def save(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None
             os.fsync(file.fileno())
         os.replace(name, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        name.unlink(missing_ok=True)
         raise
 
 

@@ -8,6 +8,7 @@ Every shipped family is doubly stochastic: averaging keeps the mean of the repli
 from __future__ import annotations
 
 import difflib
+import hashlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -72,14 +73,22 @@ class Graph:
 
         For a graph that is not doubly stochastic: 1 - |λ₂|^(1/T) of the product.
         """
-        product = np.eye(self.n)
+        if self.n == 1:
+            return 1.0
+        # W keeps the constant vectors; what it does to everything else is a matrix of one row and column less, and the
+        # product of those is all that is needed. It is scaled up after each Round: a slow graph with a long period would
+        # otherwise come out as zero, which means exact.
+        basis = np.linalg.qr(np.column_stack([np.ones(self.n), np.eye(self.n)[:, 1:]]))[0][:, 1:]
+        product, logarithm = np.eye(self.n - 1), 0.0
         for r in self.rounds:
-            product = r.matrix() @ product
-        if self.is_doubly_stochastic():
-            rest = float(np.linalg.norm(product - 1 / self.n, 2))
-        else:
-            rest = float(np.sort(np.abs(np.linalg.eigvals(product)))[-2]) if self.n > 1 else 0.0
-        return 1.0 if rest < _EXACT else 1 - rest ** (1 / self.period)
+            product = basis.T @ (r.matrix() @ (basis @ product))
+            size = float(np.linalg.norm(product))
+            if size < _EXACT * self.n:
+                return 1.0
+            product, logarithm = product / size, logarithm + math.log(size)
+        doubly = self.is_doubly_stochastic()
+        rest = float(np.linalg.norm(product, 2) if doubly else np.abs(np.linalg.eigvals(product)).max())
+        return 1.0 if rest < _EXACT else 1 - math.exp((math.log(rest) + logarithm) / self.period)
 
 
 # --- The named families -------------------------------------------------------------------------------------------------
@@ -92,11 +101,22 @@ def _family(make: Callable[..., Sequence[Round]]) -> Callable[..., Graph]:
     name = make.__name__.replace("_", "-")
     options = list(inspect.signature(make).parameters.values())[1:]
 
-    def build(n: int, **given: int | float) -> Graph:
-        _check_n(n)
+    def build(n: int, *values: int | float, **given: int | float) -> Graph:
+        n = _check_n(n)
+        if len(values) > len(options):
+            raise GossamerError(f"graph {name!r} got {len(values)} values beside n; {_takes(options)}")
+        given = {p.name: value for p, value in zip(options, values, strict=False)} | given
         for key in given:
             if key not in {p.name for p in options}:
                 raise GossamerError(f"graph {name!r} has no parameter {key!r}; {_takes(options)}")
+        for p in options:
+            value = given.get(p.name, 0)
+            if "int" in str(p.annotation) and (
+                isinstance(value, bool) or int(value) != value or (value < 0 and p.name == "seed")
+            ):
+                raise GossamerError(
+                    f"graph {name!r}: {p.name}={value!r} is not {'a seed, an integer from 0' if p.name == 'seed' else 'an integer'}"
+                )
         missing = [p.name for p in options if p.default is p.empty and p.name not in given]
         if missing:
             raise GossamerError(f"graph {name!r} needs {missing[0]!r}, as in '{name}:{missing[0]}=10'")
@@ -270,7 +290,10 @@ def equi_dynamic(n: int, seed: int = 0, rounds: int = 64, eta: float = 0.5) -> S
 
 def from_matrix(matrix: np.ndarray | Sequence[np.ndarray], n: int | None = None, name: str = "own") -> Graph:
     """A graph from one weight matrix ``[n, n]``, or from several that are used in turn. Row i holds what i receives."""
-    array = np.asarray(matrix, dtype=np.float64)
+    try:
+        array = np.asarray(matrix, dtype=np.float64)
+    except (ValueError, TypeError):
+        raise GossamerError(f"graph {name!r}: the weight matrices must be numbers and all of the same size [n, n]") from None
     stack = array[None] if array.ndim == 2 else array
     if stack.ndim != 3 or stack.shape[1] != stack.shape[2] or stack.shape[0] == 0 or stack.shape[1] == 0:
         raise GossamerError(f"graph {name!r}: a weight matrix is square, [n, n]; this one is {list(array.shape)}")
@@ -278,7 +301,7 @@ def from_matrix(matrix: np.ndarray | Sequence[np.ndarray], n: int | None = None,
         raise GossamerError(f"graph {name!r}: the matrix is for {stack.shape[1]} replicas, but n={n}")
     for t, w in enumerate(stack):
         _check_rows(name, w, t)
-    return Graph(name, tuple(_connected(name, [general(w) for w in stack])))
+    return Graph(_own(name, stack), tuple(_connected(name, [general(w) for w in stack])))
 
 
 def from_networkx(graph: nx.Graph, weight: str | None = None, name: str = "own") -> Graph:
@@ -287,6 +310,8 @@ def from_networkx(graph: nx.Graph, weight: str | None = None, name: str = "own")
     Weights: Metropolis for an undirected graph, 1/(in-degree + 1) for a directed one; or those in the edge attribute
     named ``weight``, and each replica keeps what is left of 1.
     """
+    if graph.is_multigraph():
+        raise GossamerError(f"graph {name!r} is a multigraph; two replicas have one edge, so make it a Graph or DiGraph")
     if graph.number_of_nodes() == 0:
         raise GossamerError(f"graph {name!r} has no nodes")
     index = {node: i for i, node in enumerate(graph.nodes)}
@@ -304,7 +329,12 @@ def from_networkx(graph: nx.Graph, weight: str | None = None, name: str = "own")
         made: Round = _uniform([set(plain.predecessors(i)) for i in range(n)])
     else:
         made = _metropolis(plain)
-    return Graph(name, tuple(_connected(name, [made])))
+    return Graph(_own(name, made.matrix()), tuple(_connected(name, [made])))
+
+
+def _own(name: str, weights: np.ndarray) -> str:
+    """A name that tells two graphs with different weights apart, as a resumed run must."""
+    return f"{name}-{hashlib.sha256(weights.tobytes()).hexdigest()[:8]}" if name == "own" else name
 
 
 # --- By name ------------------------------------------------------------------------------------------------------------
@@ -350,9 +380,10 @@ def parse(text: str, n: int) -> Graph:
 # --- Checks and weights -------------------------------------------------------------------------------------------------
 
 
-def _check_n(n: int) -> None:
+def _check_n(n: int) -> int:
     if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
         raise GossamerError(f"n={n!r}: a graph needs at least one replica, as an integer")
+    return int(n)
 
 
 def _check_rounds(name: str, rounds: int) -> None:
@@ -382,12 +413,12 @@ def _connected(name: str, rounds: Sequence[Round]) -> Sequence[Round]:
     union = scipy.sparse.csr_array(rounds[0].matrix() != 0)
     for r in rounds[1:]:
         union = union + scipy.sparse.csr_array(r.matrix() != 0)
-    count, label = connected_components(union, directed=True, connection="weak")
+    count, label = connected_components(union, directed=True, connection="strong")
     if count > 1:
         parts = [np.flatnonzero(label == c).tolist() for c in range(min(count, 3))]
         shown = ", ".join("{" + ", ".join(map(str, p[:6])) + (", …}" if len(p) > 6 else "}") for p in parts)
         more = ", …" if count > 3 else ""
-        raise GossamerError(f"graph {name!r} is not connected: {count} parts never hear of each other: {shown}{more}")
+        raise GossamerError(f"graph {name!r} is not connected: {count} parts do not all hear of each other: {shown}{more}")
     return rounds
 
 

@@ -87,6 +87,8 @@ class LearningRate:
     def __post_init__(self) -> None:
         if self.scaling not in ("none", "linear", "sqrt"):
             raise GossamerError(f"scaling={self.scaling!r} is not known; use none, linear or sqrt")
+        if self.reference < 1:
+            raise GossamerError(f"reference={self.reference} is out of range; it counts replicas, from 1")
         if not self.base > 0:
             raise GossamerError(f"learning rate {self.base} is out of range; it is above 0")
 

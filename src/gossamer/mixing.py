@@ -18,6 +18,7 @@ from gossamer.errors import GossamerError
 from gossamer.rounds import General, Groups, Mean, Permutation, Round, Window
 
 _RESTART = 64  # rows after which a moving sum starts afresh, so that rounding errors do not pile up
+_NARROW = 5  # rows in a window that is summed row by row
 _TILE = 512  # columns of X that a sparse product takes at a time on a CPU: what it gathers stays in the cache
 _DENSE = 0.25  # share of non-zero weights from which a dense product is faster than a sparse one
 
@@ -51,14 +52,23 @@ def _(round_: Mean, x: Tensor, out: Tensor) -> None:
 
 @_apply.register
 def _(round_: Window, x: Tensor, out: Tensor) -> None:
-    """out[i] = out[i-1] + (x[i+h] - x[i-h-1])/(2h+1): two passes over a row, whatever the width.
+    """A narrow window adds its rows. A wide one moves: out[i] = out[i-1] + (x[i+h] - x[i-h-1])/(2h+1), two passes over a row
+    whatever the width.
 
-    The sum starts afresh every 64 rows; for a wide window every 4 widths, so that starting stays a small part of the work.
-    The error of a stretch of m rows is about √m roundings.
+    The moving sum starts afresh every 64 rows; for a very wide window every 4 widths, so that starting stays a small part of
+    the work. The error of a stretch of m rows is about √m roundings, and a row much larger than the others leaves one of its
+    own roundings, divided by the width, behind: that is why narrow windows do not move.
     """
     n, h = round_.n, round_.half
     width = 2 * h + 1
     rows, outs = x.unbind(0), out.unbind(0)
+    if width <= _NARROW:
+        for i in range(n):
+            torch.add(rows[i - h], rows[i - h + 1], out=outs[i])
+            for j in range(i - h + 2, i + h + 1):
+                outs[i].add_(rows[j % n])
+            outs[i].div_(width)
+        return
     restart = max(_RESTART, 4 * width)
     for i in range(n):
         if i % restart == 0:
@@ -134,7 +144,7 @@ def _(round_: General, x: Tensor, out: Tensor) -> None:
 @lru_cache(maxsize=64)
 def _weights(round_: General, dtype: torch.dtype, device: torch.device) -> Tensor:
     w = round_.weights
-    if w.nnz > _DENSE * round_.n**2:
+    if w.nnz > _DENSE * round_.n**2 or dtype not in (torch.float32, torch.float64):  # no sparse product in half precision
         return torch.from_numpy(w.toarray()).to(device, dtype)
     starts, columns = (torch.from_numpy(part.astype("int64")) for part in (w.indptr, w.indices))
     values = torch.from_numpy(w.data)

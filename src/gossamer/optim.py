@@ -93,7 +93,9 @@ class BlockOptimizer:
         options = dict(recipe.options)
         # With one row we leave torch's default, so that n=1 equals plain PyTorch bit for bit. With many rows memory traffic
         # is everything, and the fused kernel touches each number once.
-        if kind.__name__ in _FUSED and replicas.r > 1:
+        # (On a CPU, torch 2.13's fused SGD leaves half-precision parameters where they are, without a word.)
+        single = all(block.dtype in (torch.float32, torch.float64) for block in replicas.blocks)
+        if kind.__name__ in _FUSED and replicas.r > 1 and single:
             options.setdefault("fused", "foreach" not in options)
         self.optimizers = [self._make(kind, groups, options) for groups in shares]
 

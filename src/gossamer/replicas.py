@@ -7,9 +7,10 @@ How the gradients of all replicas are computed is up to a backend (``backends.py
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -50,10 +51,9 @@ class Replicas:
         self.backend = None if backend == "auto" else Backend.parse(backend)
         self.vmap_randomness = vmap_randomness
         self.timings: dict[str, float] = {}  # seconds per replica that `auto` saw
-        self.template = self._built(build, 0).to(self.device)
+        self.template = self._built(build, 0 if init == "same" else first).to(self.device)
         self._params = dict(self.template.named_parameters())
         trainable = {name: p for name, p in self._params.items() if p.requires_grad}
-        _check_parameters(trainable, self.template)
         norms = {id(p) for m in self.template.modules() if isinstance(m, _NORMS) for p in m.parameters(recurse=False)}
         by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter, bool]]] = {}
         for name, p in trainable.items():
@@ -68,10 +68,16 @@ class Replicas:
         self.buffers = {name: b.detach().expand(r, *b.shape).clone() for name, b in self.template.named_buffers()}
         self._buffer_rows = {name: stacked.unbind(0) for name, stacked in self.buffers.items()}
         owners = dict(self.template.named_modules())
-        self._buffer_places = [(owners[n.rpartition(".")[0]]._buffers, n.rpartition(".")[2], n) for n in self.buffers]
+        # A buffer that is registered in two places is one buffer: both places point at the same row.
+        first_name = {id(b): name for name, b in self.template.named_buffers()}
+        everywhere = self.template.named_buffers(remove_duplicate=False)
+        self._buffer_places = [
+            (owners[n.rpartition(".")[0]]._buffers, n.rpartition(".")[2], first_name[id(b)]) for n, b in everywhere
+        ]
+        self.replaces_buffers = False  # found out by the loop: forward assigns a new tensor instead of changing the old one
         for i in range(r):
             if i > 0 and init == "different":
-                self._fill(i, self._built(build, i).to(self.device))
+                self._fill(i, self._built(build, first + i).to(self.device))
             elif i == 0:
                 self._fill(0, self.template)
         if init == "same":
@@ -117,7 +123,7 @@ class Replicas:
             seeds.set_default(seeds.derive(self.seed, step, self.first + low), self.device)
             try:
                 losses.append(way(loss, rows, tuple(tensor[rows] for tensor in batch)))
-            except (RuntimeError, NotImplementedError, ValueError) as error:
+            except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
                 raise GossamerError(
                     f"backend {str(backend)!r} can't run this model ({_first_line(error)}); use 'loop'"
                 ) from error
@@ -142,11 +148,20 @@ class Replicas:
                     for t, p in zip(targets, params, strict=True):
                         if p.grad is None:
                             t.zero_()
+            self._keep_replaced_buffers(i)
             losses.append(value.detach())
         for params in self._trainable:
             for p in params:
                 p.grad = None
         return torch.stack(losses)
+
+    def _keep_replaced_buffers(self, i: int) -> None:
+        """``self.seen = self.seen + 1`` in forward leaves a new tensor in the module; its value belongs to row i."""
+        for place, key, name in self._buffer_places:
+            left = place[key]
+            if left is not None and left is not self._buffer_rows[name][i]:
+                self.replaces_buffers = True
+                self._buffer_rows[name][i].copy_(left.detach())
 
     def _vmap(self, loss: Loss, rows: slice, batch: Batch) -> Tensor:
         call = vmap(grad_and_value(self._functional(loss)), randomness="different")
@@ -163,9 +178,11 @@ class Replicas:
 
     def _functional(self, loss: Loss) -> Callable[..., Tensor]:
         self.template.train()
+        wrapped = _WithLoss(self.template, loss)
 
         def value(params: dict[str, Tensor], state: dict[str, Tensor], *batch: Tensor) -> Tensor:
-            return loss(_Functional(self.template, {**self.frozen, **params, **state}), *batch)
+            named = {f"module.{name}": tensor for name, tensor in {**self.frozen, **params, **state}.items()}
+            return functional_call(wrapped, named, batch)
 
         return value
 
@@ -248,31 +265,35 @@ class Replicas:
                 stacked[i].copy_(buffers[name])
 
     def _built(self, build: nn.Module | Callable[[], nn.Module], i: int) -> nn.Module:
+        """The module of replica i (counted among all n). A given module is copied: it stays its owner's."""
         if isinstance(build, nn.Module):
-            return build
+            _check_parameters(build)
+            return copy.deepcopy(build)
         with seeds.undisturbed(self.device):
-            seeds.set_default(seeds.derive(self.seed, -1, self.first + i), self.device)
-            return build()
+            seeds.set_default(seeds.derive(self.seed, -1, i), self.device)
+            module = build()
+        _check_parameters(module)
+        return module
 
 
-class _Functional:
-    """Looks like the module to a loss function, but computes with given parameters and buffers."""
+class _WithLoss(nn.Module):
+    """The loss as a module, so that whatever it does with the model (call it, a method of it, or a part of it) is computed with
+    the given parameters and buffers."""
 
-    def __init__(self, module: nn.Module, state: dict[str, Tensor]) -> None:
-        self._module, self._state = module, state
+    def __init__(self, module: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.module, self.loss = module, loss
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return functional_call(self._module, self._state, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+    def forward(self, *batch: Tensor) -> Tensor:
+        return self.loss(self.module, *batch)
 
 
-def _check_parameters(trainable: dict[str, nn.Parameter], module: nn.Module) -> None:
-    if not trainable:
+def _check_parameters(module: nn.Module) -> None:
+    params = dict(module.named_parameters())
+    if not any(p.requires_grad for p in params.values()):
         raise GossamerError(f"{type(module).__name__} has no trainable parameters, so there is nothing to train or average")
     places: list[tuple[int, int, str]] = []
-    for name, p in trainable.items():
+    for name, p in params.items():
         if p.layout != torch.strided or not p.dtype.is_floating_point:
             raise GossamerError(
                 f"parameter {name!r} is {p.dtype} ({p.layout}); only dense floating-point parameters can be averaged"

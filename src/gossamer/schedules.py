@@ -103,6 +103,11 @@ class Ada(Schedule):
             raise GossamerError(f"Ada: reach={reach} is out of range; it is a fraction of the epochs, above 0 and up to 1")
         if k_min < 2:
             raise GossamerError(f"Ada: k_min={k_min} is out of range; the thinnest lattice is the ring, k_min=2")
+        for what, value in (("k0", k0), ("k_min", k_min)):
+            if value is not None and int(value) != value:
+                raise GossamerError(f"Ada: {what}={value} is not an integer; it counts neighbours")
+        if n > 3 and k_min > densest:
+            raise GossamerError(f"Ada: k_min={k_min} is out of range for n={n}; it is from 2 (ring) to {densest} (complete)")
         if k0 is not None and n > 3 and not k_min <= k0 <= densest:
             raise GossamerError(f"Ada: k0={k0} is out of range for n={n}; it is from k_min={k_min} to {densest} (complete)")
         self.k0 = densest if k0 is None else min(k0, densest)
@@ -131,6 +136,10 @@ def schedule(what: str | Graph | Schedule, n: int) -> Schedule:
     """What a person may write for a schedule: a graph's name, ``"ada"`` (with ``:reach=0.5`` …), a Graph, or a Schedule."""
     if isinstance(what, str) and what.partition(":")[0].strip().lower() == "ada":
         return Ada(n, **_ada_options(what))  # type: ignore[arg-type]
+    if not isinstance(what, (str, Graph, Schedule)):
+        raise GossamerError(
+            f"a {type(what).__name__} is not a graph; give a name, or make one with graphs.from_matrix or from_networkx"
+        )
     made = Fixed(graphs.parse(what, n)) if isinstance(what, str) else Fixed(what) if isinstance(what, Graph) else what
     if made.n != n:
         raise GossamerError(f"this graph or schedule is for {made.n} replicas, but there are {n}")

@@ -25,7 +25,12 @@ def set_default(seed: int, device: torch.device) -> None:
     """Seed the generators that a module on ``device`` draws from (dropout does)."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+        cuda_generator(device).manual_seed(seed)
+
+
+def cuda_generator(device: torch.device) -> torch.Generator:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
 
 
 @contextlib.contextmanager

@@ -22,8 +22,9 @@ from gossamer.optim import BlockOptimizer, Recipe
 from gossamer.profile import Profile
 from gossamer.replicas import Replicas
 from gossamer.rounds import Mean
+from gossamer.sampling import sampler
 from gossamer.schedules import Schedule, schedule
-from gossamer.tasks import Reshuffled, Task
+from gossamer.tasks import Task
 
 
 class TrainingDiverged(GossamerError):
@@ -41,6 +42,7 @@ class Settings:
     optimizer: Recipe = field(default_factory=Recipe)
     learning_rate: LearningRate | None = None  # default: constant, the recipe's lr
     seed: int = 0
+    partition: str = "reshuffled"  # or shards, or dirichlet:alpha=0.3 (see sampling.py)
     init: Literal["same", "different"] = "same"
     backend: str = "auto"
     vmap_randomness: bool = False
@@ -58,6 +60,7 @@ class EpochRecord:
     train_loss: float
     value: float
     graph: str
+    degree: float  # connections of a replica, averaged over the steps of this epoch
     bytes: int
     consensus_distance: float
     seconds: float
@@ -65,11 +68,12 @@ class EpochRecord:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The metric of the averaged model, and the mean and the worst over the replicas."""
+    """The metric of the averaged model, the mean and the worst over the replicas, and the averaged model on training data."""
 
     value: float
     mean: float
     worst: float
+    train: float
 
 
 class Trainer:
@@ -111,7 +115,8 @@ class Trainer:
         self.algorithm = kind(BlockOptimizer(settings.optimizer, self.replicas))
         self.learning_rate = settings.learning_rate or LearningRate(settings.optimizer.lr)
         self.mixer = Mixer(n)
-        self.batches = Reshuffled(tuple(t.to(self.device) for t in task.train), n, settings.batch, settings.seed)
+        self.train = tuple(t.to(self.device) for t in task.train)
+        self.batches = sampler(settings.partition, self.train, n, settings.batch, settings.seed)
         self.test = tuple(t.to(self.device) for t in task.test)
         self.steps = self.batches.steps_per_epoch * settings.epochs
         self.step = 0  # steps done
@@ -119,21 +124,28 @@ class Trainer:
         self.history: list[EpochRecord] = []
         self.signals: dict[str, float] = {}
         self._epoch_loss = torch.zeros((), dtype=torch.float64)
-        self._seconds = 0.0
+        self._epoch_degree = 0
+        self.seconds = 0.0
 
     @property
     def epoch(self) -> int:
         return self.step // self.batches.steps_per_epoch
 
-    def run(self, until: int | None = None, save: Path | None = None, save_every: int | None = None) -> list[EpochRecord]:
-        """Train up to step ``until`` (default: the end). With ``save``, a checkpoint there after each epoch (or every
-        ``save_every`` steps)."""
+    def run(
+        self,
+        until: int | None = None,
+        save: Path | str | None = None,
+        save_every: int | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> list[EpochRecord]:
+        """Train up to step ``until`` (default: the end), or until ``stop()`` after some step. With ``save``, a checkpoint
+        there after each epoch (or every ``save_every`` steps)."""
         end = self.steps if until is None else min(until, self.steps)
         per_epoch = self.batches.steps_per_epoch
-        while self.step < end:
+        while self.step < end and not stop():
             began = time.perf_counter()
             self._train_one_step()
-            self._seconds += time.perf_counter() - began
+            self.seconds += time.perf_counter() - began
             if self.step % per_epoch == 0:
                 self._end_epoch()
             if save is not None and self.step % (save_every or per_epoch) == 0:
@@ -152,6 +164,7 @@ class Trainer:
         self.algorithm.finish(self.replicas, self.mixer, self._look)
         loss = losses.double().mean().cpu()
         self._epoch_loss += loss
+        self._epoch_degree += self.mixer.round.degree
         self.step += 1
         if self.on_step is not None:
             self.on_step(self.step, float(loss))
@@ -164,6 +177,16 @@ class Trainer:
                 f"the loss of replica {self.replicas.first + bad[0]}{more} is {float(losses[bad[0]])} at step {t} "
                 f"(epoch {self.epoch}); a smaller learning rate or gradient clipping may help. The last checkpoint is kept"
             )
+
+    def _check_parameters(self) -> None:
+        """A gradient that is not a number with a loss that is one: found before it can reach a checkpoint."""
+        for block in self.replicas.blocks:
+            bad = (~torch.isfinite(block.x.sum(dim=1))).nonzero().flatten().tolist()
+            if bad:
+                raise TrainingDiverged(
+                    f"the parameters of replica {self.replicas.first + bad[0]} are not finite after step {self.step - 1} "
+                    f"(epoch {self.epoch}), though its loss was; the last checkpoint is kept"
+                )
 
     def _look(self) -> None:
         every = self.settings.profile_every
@@ -184,11 +207,13 @@ class Trainer:
             train_loss=float(self._epoch_loss) / per_epoch,
             value=self.value(),
             graph=self.schedule.changes[-1].graph,
+            degree=self._epoch_degree / per_epoch,
             bytes=self.bytes,
             consensus_distance=profile.consensus_distance(self.replicas),
-            seconds=self._seconds,
+            seconds=self.seconds,
         )
         self._epoch_loss.zero_()
+        self._epoch_degree = 0
         self.history.append(record)
         if self.on_epoch is not None:
             self.on_epoch(record)
@@ -206,11 +231,15 @@ class Trainer:
         for i in range(self.replicas.r):
             with self.replicas.replica(i) as model:
                 values.append(self.task.metric.of(model, self.test))
-        return Evaluation(self.value(), sum(values) / len(values), self.task.metric.worst(values))
+        with self.replicas.averaged() as model:  # on as many training samples as there are test samples
+            seen = self.task.metric.of(model, tuple(tensor[: len(self.test[0])] for tensor in self.train))
+        return Evaluation(self.value(), sum(values) / len(values), self.task.metric.worst(values), seen)
 
     # --- Checkpoint and resume -------------------------------------------------------------------------------------------
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
+        """Everything needed to go on. Refuses to replace a good checkpoint by parameters that are not numbers."""
+        self._check_parameters()
         tensors = {f"x.{k}": block.x for k, block in enumerate(self.replicas.blocks)}
         tensors |= {f"buffer.{name}": stacked for name, stacked in self.replicas.buffers.items()}
         tensors["epoch_loss"] = self._epoch_loss
@@ -218,7 +247,8 @@ class Trainer:
             "settings": self._fingerprint(),
             "step": self.step,
             "bytes": self.bytes,
-            "seconds": self._seconds,
+            "seconds": self.seconds,
+            "epoch_degree": self._epoch_degree,
             "signals": self.signals,
             "schedule": self.schedule.state_dict(),
             "history": [asdict(record) for record in self.history],
@@ -226,10 +256,11 @@ class Trainer:
             "backend": str(self.replicas.backend) if self.replicas.backend else None,
             "threads": torch.get_num_threads(),
         }
-        checkpoint.save(path, tensors, header)
+        checkpoint.save(Path(path), tensors, header)
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path | str) -> None:
         """Go on exactly where :meth:`save` was called. The settings must be the same."""
+        path = Path(path)
         tensors, header = checkpoint.load(path, self.device)
         mine = self._fingerprint()
         differ = [
@@ -246,10 +277,10 @@ class Trainer:
         self.algorithm.optimizer.load_state_dict(checkpoint.unflatten(header["optimizer"], tensors))
         self.schedule.load_state_dict(header["schedule"])
         self._epoch_loss = tensors["epoch_loss"].cpu()
-        self.step, self.bytes, self._seconds = header["step"], header["bytes"], header["seconds"]
-        self.signals = header["signals"]
+        self.step, self.bytes, self.seconds = header["step"], header["bytes"], header["seconds"]
+        self.signals, self._epoch_degree = header["signals"], header["epoch_degree"]
         self.history = [EpochRecord(**record) for record in header["history"]]
-        if header["backend"] is not None:
+        if header["backend"] is not None and self.settings.backend == "auto":
             self.replicas.backend = Backend.parse(header["backend"])
         if header["threads"] != torch.get_num_threads():
             warnings.warn(
@@ -271,6 +302,7 @@ class Trainer:
             "optimizer": repr(s.optimizer),
             "learning_rate": repr(self.learning_rate),
             "seed": s.seed,
+            "partition": s.partition,
             "init": s.init,
-            "tensors": self.replicas.slots,
+            "tensors": [[slot.name, list(slot.shape)] for block in self.replicas.blocks for slot in block.slots],
         }

@@ -1,1 +1,1 @@
-"""Models and data sets to train. ``apps.digits()`` needs nothing but scikit-learn; others read the official files."""
+"""Models and data sets to train. ``apps.data.digits()`` needs nothing but scikit-learn; others read the official files."""

@@ -1,0 +1,148 @@
+"""The command line. Every mistake is one line on standard error and exit code 2; a traceback is a bug of ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from gossamer import graphs, picture
+from gossamer.apps import tasks
+from gossamer.dbench import compare as comparing
+from gossamer.dbench import report as reporting
+from gossamer.dbench.results import as_csv, results
+from gossamer.dbench.runner import bench
+from gossamer.dbench.spec import load, shipped
+from gossamer.dbench.store import FILE, Store
+from gossamer.errors import GossamerError
+
+app = typer.Typer(
+    help="Decentralized data-parallel training: compare it, look inside it.",
+    epilog="Start with: gossamer bench quickstart",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="An output folder of gossamer bench.")]
+
+
+@app.command("bench")
+def bench_command(
+    spec: Annotated[str, typer.Argument(metavar="SPEC|NAME", help=f"A TOML file, or a shipped spec: {', '.join(shipped())}.")],
+    out: Annotated[Path | None, typer.Option(help="Where results go. [default: runs/NAME]", show_default=False)] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(help="Cells that run side by side, one thread each. [default: one per core]", show_default=False),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda …")] = "cpu",
+    checkpoint_seconds: Annotated[float, typer.Option(help="Save the running cells about this often.")] = 10.0,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress display.")] = False,
+) -> None:
+    """Run the grid of a spec and write a report.
+
+    Finished runs are never repeated: after Ctrl-C, a crash or a power cut, give the same command again and it goes on.
+    """
+    read = load(spec)
+    outcome = bench(
+        read, out or Path("runs") / read.name, jobs=jobs, device=device, checkpoint_seconds=checkpoint_seconds, quiet=quiet
+    )
+    if outcome.finished:
+        path = reporting.write(outcome.out)
+        typer.echo(f"{outcome.finished} of {outcome.total} runs are finished. The report: {path}")
+    if not outcome.complete:
+        typer.echo("Stopped. Give the same command again to go on.", err=True)
+        raise typer.Exit(130)
+
+
+@app.command("report")
+def report_command(folder: Folder) -> None:
+    """Write report.html again from what the folder holds."""
+    typer.echo(str(reporting.write(folder)))
+
+
+@app.command("results")
+def results_command(
+    folder: Folder,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON list, one object per run.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Comma-separated, one line per run.")] = False,
+) -> None:
+    """Print one row per run: a table, JSON or CSV. The keys are documented in docs/results.md."""
+    if as_json and csv:
+        raise GossamerError("results: --json or --csv, not both")
+    store = Store(folder / FILE)
+    rows = results(store)
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1, allow_nan=False))
+    elif csv:
+        typer.echo(as_csv(rows), nl=False)
+    else:
+        keys = ("method", "replicas", "seed", "status", "value", "value_mean", "value_worst", "bytes_per_replica", "seconds")
+        table = Table(*keys)
+        for row in rows:
+            table.add_row(
+                *(
+                    "–" if row[key] is None else f"{row[key]:.4g}" if isinstance(row[key], float) else str(row[key])
+                    for key in keys
+                )
+            )
+        Console().print(table)
+
+
+@app.command("compare")
+def compare_command(first: Folder, second: Folder) -> None:
+    """Show what differs between two outputs of the same spec, and whether that is more than noise."""
+    Console().print(comparing.table(Store(first / FILE), Store(second / FILE)))
+
+
+@app.command("graph")
+def graph_command(
+    name: Annotated[str, typer.Argument(help="A graph with its parameters, such as ring or lattice:k=10.")],
+    n: Annotated[int, typer.Option("-n", help="Replicas.")] = 16,
+    picture_file: Annotated[
+        Path | None, typer.Option("--picture", help="Where the SVG goes. [default: NAME-N.svg]", show_default=False)
+    ] = None,
+) -> None:
+    """Print a graph's properties and draw it."""
+    graph = graphs.parse(name, n)
+    table = Table(show_header=False)
+    one = graph.cost(1_000_000) / 1e6
+    table.add_row("graph", f"{graph.name}, n={n}")
+    table.add_row("what it is", graphs.describe(graph.name.partition(":")[0]))
+    table.add_row("period", f"{graph.period} round{'s' if graph.period > 1 else ''}")
+    table.add_row("connections", f"{graph.mean_degree():g} at a time")
+    table.add_row("spectral gap", f"{graph.spectral_gap():.4g} (1: the exact mean after one period, 0: never)")
+    table.add_row("doubly stochastic", "yes: averaging keeps the mean" if graph.is_doubly_stochastic() else "no")
+    table.add_row(
+        "bytes per step", f"{one:.3g} model sizes per replica (all-reduce: {graphs.complete(n).cost(1_000_000) / 1e6:.3g})"
+    )
+    Console().print(table)
+    if picture.can_draw(graph):
+        path = picture_file or Path(f"{name.replace(':', '-').replace('=', '').replace(',', '-')}-{n}.svg")
+        try:
+            path.write_text(picture.svg(graph, size=600), encoding="utf-8")
+        except OSError as error:
+            raise GossamerError(f"{path} can't be written: {error.strerror}") from None
+        typer.echo(f"A picture of it: {path}")
+    else:
+        typer.echo(f"n={n} is too large to draw.")
+
+
+@app.command("tasks")
+def tasks_command() -> None:
+    """List the tasks that a spec can name."""
+    typer.echo("\n".join(tasks.names()))
+
+
+def main() -> None:
+    try:
+        app()
+    except GossamerError as error:
+        typer.echo(f"gossamer: {error}", err=True)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        typer.echo("gossamer: interrupted; finished runs are kept", err=True)
+        raise SystemExit(130) from None

@@ -1,0 +1,6 @@
+"""DBench: from a spec to a report. Centralized and decentralized training side by side, over graphs and scales."""
+
+from gossamer.dbench.runner import bench
+from gossamer.dbench.spec import Spec, load
+
+__all__ = ["Spec", "bench", "load"]

@@ -1,0 +1,308 @@
+"""The paper's questions, as functions over finished runs. Intervals are 95 % t-intervals over seeds.
+
+A run that diverged has no value. It counts as the worst where methods are ranked, and is named where values are averaged.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.stats
+import torch
+
+from gossamer.dbench.store import Run, Store
+from gossamer.profile import MEASURES, dispersion
+from gossamer.schedules import Change
+from gossamer.trainer import EpochRecord
+
+EARLY = 0.1  # the first tenth of training is "early"
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run with its history. ``dispersion[measure]`` is ``[looks, tensors]``, one row per profiled step."""
+
+    run: Run
+    centralized: bool
+    epochs: tuple[EpochRecord, ...]
+    steps: np.ndarray
+    dispersion: dict[str, np.ndarray]
+    consensus: np.ndarray
+    changes: tuple[Change, ...]
+
+    @property
+    def value(self) -> float | None:
+        return self.run.value
+
+    @property
+    def connections(self) -> float:
+        """Other replicas that one replica heard per step, averaged over training."""
+        return float(np.mean([e.degree for e in self.epochs])) if self.epochs else math.nan
+
+    def at(self, fraction: float) -> int:
+        """The look nearest to this fraction of training."""
+        end = self.run.steps or int(self.steps[-1])
+        return int(np.abs(self.steps - fraction * end).argmin())
+
+    def early(self, measure: str) -> float:
+        """Dispersion, averaged over tensors and over the looks in the first tenth of training."""
+        if not len(self.steps):
+            return math.nan
+        values = self.dispersion[measure].mean(axis=1)
+        return float(values[self.steps <= max(EARLY * self.steps[-1], self.steps[0])].mean())
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds and its 95 % interval; with a single seed there is none (low = high = nan)."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+
+    @property
+    def half(self) -> float:
+        return (self.high - self.low) / 2
+
+    def above_zero(self) -> bool:
+        return self.low > 0
+
+    def below_zero(self) -> bool:
+        return self.high < 0
+
+
+def estimate(values: Iterable[float]) -> Estimate:
+    data = np.array([v for v in values if not math.isnan(v)], dtype=np.float64)
+    if len(data) == 0:
+        return Estimate(math.nan, math.nan, math.nan, 0)
+    mean = float(data.mean())
+    if len(data) == 1:
+        return Estimate(mean, math.nan, math.nan, 1)
+    half = float(scipy.stats.t.ppf(0.975, len(data) - 1) * data.std(ddof=1) / math.sqrt(len(data)))
+    return Estimate(mean, mean - half, mean + half, len(data))
+
+
+def load(store: Store) -> list[RunData]:
+    """Everything that is finished."""
+    spec = store.spec()
+    loaded = []
+    for run in store.runs():
+        if run.status not in ("done", "diverged"):
+            continue
+        looks = store.profiles(run)
+        # All looks at once: [replicas, looks, tensors] → [looks, tensors] for each measure.
+        norms = np.stack([look.norms for look in looks], axis=1) if looks else np.zeros((1, 0, 0), dtype=np.float32)
+        measured = dispersion(torch.from_numpy(norms)) if looks else dict.fromkeys(MEASURES, torch.zeros(0, 0))
+        loaded.append(
+            RunData(
+                run=run,
+                centralized=spec.method(run.method).centralized,
+                epochs=tuple(store.epochs(run.id)),
+                steps=np.array([look.step for look in looks], dtype=np.int64),
+                dispersion={m: measured[m].numpy() for m in MEASURES},
+                consensus=np.array([look.consensus_distance for look in looks]),
+                changes=tuple(store.changes(run.id)),
+            )
+        )
+    return loaded
+
+
+# --- Selecting ------------------------------------------------------------------------------------------------------------
+
+
+def methods(runs: Sequence[RunData]) -> list[str]:
+    return list(dict.fromkeys(r.run.method for r in runs))
+
+
+def scales(runs: Sequence[RunData]) -> list[int]:
+    return sorted({r.run.replicas for r in runs})
+
+
+def select(runs: Sequence[RunData], method: str | None = None, n: int | None = None, seed: int | None = None) -> list[RunData]:
+    return [
+        r
+        for r in runs
+        if (method is None or r.run.method == method)
+        and (n is None or r.run.replicas == n)
+        and (seed is None or r.run.seed == seed)
+    ]
+
+
+# --- The questions --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Final:
+    """The end of training for one method at one scale, over the seeds. ``diverged`` runs are not in the means."""
+
+    method: str
+    replicas: int
+    value: Estimate
+    mean_replica: Estimate
+    worst_replica: Estimate
+    gap: Estimate
+    connections: float
+    bytes: float
+    diverged: int
+
+
+def finals(runs: Sequence[RunData], higher_is_better: bool = True) -> list[Final]:
+    """Final metric, replicas, generalisation gap (train better than test is positive), connections and bytes."""
+    sign = 1 if higher_is_better else -1
+    found = []
+    for n in scales(runs):
+        for method in methods(runs):
+            cell = select(runs, method, n)
+            if not cell:
+                continue
+            done = [r.run for r in cell if r.run.value is not None]
+            found.append(
+                Final(
+                    method,
+                    n,
+                    value=estimate(_number(r.value) for r in done),
+                    mean_replica=estimate(_number(r.value_mean) for r in done),
+                    worst_replica=estimate(_number(r.value_worst) for r in done),
+                    gap=estimate(sign * (_number(r.value_train) - _number(r.value)) for r in done),
+                    connections=float(np.nanmean([r.connections for r in cell])) if any(r.epochs for r in cell) else math.nan,
+                    bytes=float(np.mean([_number(r.run.bytes) for r in cell])),
+                    diverged=len(cell) - len(done),
+                )
+            )
+    return found
+
+
+def paired_difference(runs: Sequence[RunData], method: str, other: str, n: int) -> Estimate:
+    """``method`` minus ``other`` at scale n, seed by seed (same data order, same start)."""
+    pairs = []
+    for seed in sorted({r.run.seed for r in runs}):
+        a, b = (select(runs, m, n, seed) for m in (method, other))
+        if a and b and a[0].value is not None and b[0].value is not None:
+            pairs.append(a[0].value - b[0].value)
+    return estimate(pairs)
+
+
+def correlation(runs: Sequence[RunData], n: int, of: Callable[[RunData], float], higher_is_better: bool = True) -> Estimate:
+    """Spearman's ρ between ``of(run)`` and the final metric over the decentralized methods at scale n: one ρ per seed, then
+    their mean and interval. For a metric where lower is better, the sign is turned, so that positive always means "better"."""
+    sign = 1 if higher_is_better else -1
+    found = []
+    for seed in sorted({r.run.seed for r in runs}):
+        cell = [r for r in select(runs, n=n, seed=seed) if not r.centralized]
+        x = [of(r) for r in cell]
+        y = [-math.inf if r.value is None else sign * r.value for r in cell]
+        found.append(_spearman(x, y))
+    return estimate(found)
+
+
+def metric_against_connections(runs: Sequence[RunData], n: int, higher_is_better: bool = True) -> Estimate:
+    return correlation(runs, n, lambda r: r.connections, higher_is_better)
+
+
+def metric_against_early_dispersion(runs: Sequence[RunData], n: int, measure: str, higher_is_better: bool = True) -> Estimate:
+    return correlation(runs, n, lambda r: r.early(measure), higher_is_better)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A mean over seeds at each of some steps."""
+
+    steps: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def dispersion_over_time(runs: Sequence[RunData], method: str, n: int, measure: str) -> Curve:
+    """Dispersion, averaged over tensors; mean and interval over seeds. Steps that not all seeds reached are left out."""
+    cell = [r for r in select(runs, method, n) if len(r.steps)]
+    if not cell:
+        empty = np.array([])
+        return Curve(empty, empty, empty, empty)
+    length = min(len(r.steps) for r in cell)
+    stacked = np.stack([r.dispersion[measure][:length].mean(axis=1) for r in cell])
+    points = [estimate(column) for column in stacked.T]
+    return Curve(
+        cell[0].steps[:length],
+        np.array([p.mean for p in points]),
+        np.array([p.low for p in points]),
+        np.array([p.high for p in points]),
+    )
+
+
+def ranks_over_time(
+    runs: Sequence[RunData], n: int, measure: str, seed: int | None = None
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """At each profiled step and for each tensor, rank the methods by dispersion (1 is the least); the mean rank over tensors
+    and seeds. Centralized training is not ranked: its dispersion is exactly 0."""
+    seeds = sorted({r.run.seed for r in runs}) if seed is None else [seed]
+    names = [m for m in methods(runs) if any(not r.centralized and len(r.steps) for r in select(runs, m, n))]
+    tables = []
+    for s in seeds:
+        cell = [found[0] for m in names if (found := [r for r in select(runs, m, n, s) if len(r.steps)])]
+        if len(cell) == len(names) and cell:
+            length = min(len(r.steps) for r in cell)
+            values = np.stack([r.dispersion[measure][:length] for r in cell])  # [methods, looks, tensors]
+            tables.append((cell[0].steps[:length], scipy.stats.rankdata(values, axis=0).mean(axis=2)))
+    if not tables:
+        return np.array([]), {}
+    length = min(len(steps) for steps, _ in tables)
+    mean = np.mean([ranks[:, :length] for _, ranks in tables], axis=0)
+    return tables[0][0][:length], dict(zip(names, mean, strict=True))
+
+
+def metric_against_rank(runs: Sequence[RunData], n: int, measure: str, higher_is_better: bool = True) -> Estimate:
+    """Spearman's ρ between a method's mean rank by dispersion over the whole run and its final metric; one per seed."""
+    sign = 1 if higher_is_better else -1
+    found = []
+    for seed in sorted({r.run.seed for r in runs}):
+        _, ranks = ranks_over_time(runs, n, measure, seed)
+        cell = [select(runs, method, n, seed)[0] for method in ranks]
+        y = [-math.inf if r.value is None else sign * r.value for r in cell]
+        found.append(_spearman([float(rank.mean()) for rank in ranks.values()], y))
+    return estimate(found)
+
+
+@dataclass(frozen=True)
+class ToTarget:
+    """When a method first reached the target: mean epochs and bytes over the seeds that did."""
+
+    method: str
+    replicas: int
+    epochs: Estimate
+    bytes: Estimate
+    reached: int
+    seeds: int
+
+
+def to_target(runs: Sequence[RunData], target: float, higher_is_better: bool = True) -> list[ToTarget]:
+    found = []
+    for n in scales(runs):
+        for method in methods(runs):
+            cell = select(runs, method, n)
+            first = []
+            for r in cell:
+                good = [e for e in r.epochs if (e.value >= target if higher_is_better else e.value <= target)]
+                first += good[:1]
+            if cell:
+                epochs, received = estimate(e.epoch + 1 for e in first), estimate(e.bytes for e in first)
+                found.append(ToTarget(method, n, epochs, received, len(first), len(cell)))
+    return found
+
+
+def _spearman(x: Sequence[float], y: Sequence[float]) -> float:
+    """nan where there is nothing to correlate."""
+    if len(x) < 3 or len(set(x)) < 2 or len(set(y)) < 2 or any(math.isnan(v) for v in x):
+        return math.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return float(scipy.stats.spearmanr(scipy.stats.rankdata(x), scipy.stats.rankdata(y)).statistic)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)

@@ -1,0 +1,99 @@
+"""One cell of the grid: train, record, checkpoint, finish. Killed at any moment, it goes on from its last checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from gossamer.backends import Backend
+from gossamer.dbench.spec import Cell, Spec
+from gossamer.dbench.store import Store
+from gossamer.errors import GossamerError
+from gossamer.profile import Profile
+from gossamer.tasks import Task
+from gossamer.trainer import EpochRecord, Trainer, TrainingDiverged
+
+Report = Callable[[int, int, float, float | None], None]  # step, steps, loss, latest value
+
+
+def trainer_for(spec: Spec, cell: Cell, task: Task, device: str) -> Trainer:
+    return Trainer(task, replace(spec.settings(cell), device=device), spec.method(cell.method).topology)
+
+
+def run_cell(
+    store: Store,
+    spec: Spec,
+    cell: Cell,
+    task: Task,
+    device: str,
+    checkpoint_seconds: float,
+    report: Report,
+    stop: Callable[[], bool],
+) -> bool:
+    """Returns whether the cell was finished (and not stopped)."""
+    run = store.find(cell).id
+    profiles: list[Profile] = []
+    epochs: list[EpochRecord] = []
+    trainer = trainer_for(spec, cell, task, device)
+    trainer.on_profile, trainer.on_epoch = profiles.append, epochs.append
+    trainer.on_step = lambda step, loss: report(
+        step, trainer.steps, loss, trainer.history[-1].value if trainer.history else None
+    )
+    known = store.meta(f"backend:{cell.replicas}")
+    if known is not None:
+        trainer.replicas.backend = Backend.parse(known)
+    path = store.path.parent / "checkpoints" / f"{run}.ckpt"
+    if not _resume(trainer, path):
+        store.begin(run, str(trainer.replicas.backend), torch.get_num_threads(), trainer.replicas.slots)
+
+    def unsaved() -> tuple[list[Profile], list[EpochRecord], list]:
+        rows = (profiles.copy(), epochs.copy(), trainer.schedule.changes)
+        profiles.clear()
+        epochs.clear()
+        return rows
+
+    saved = time.monotonic()
+    try:
+        while trainer.step < trainer.steps:
+            trainer.run(until=(trainer.epoch + 1) * trainer.batches.steps_per_epoch, stop=stop)
+            if stop() or time.monotonic() - saved >= checkpoint_seconds:
+                store.add(run, *unsaved())  # before the checkpoint: see store.py
+                trainer.save(path)
+                saved = time.monotonic()
+            if stop():
+                return False
+        result = trainer.evaluate()
+        numbers: dict[str, float | int | None] = {
+            "value": result.value,
+            "value_mean": result.mean,
+            "value_worst": result.worst,
+            "value_train": result.train,
+        }
+        status, message = "done", None
+    except TrainingDiverged as error:
+        numbers = dict.fromkeys(("value", "value_mean", "value_worst", "value_train"))
+        status, message = "diverged", str(error)
+    rest: dict[str, float | int | None] = {
+        "steps": trainer.step,
+        "bytes": trainer.bytes,
+        "seconds": trainer.seconds,
+        "consensus_distance": trainer.history[-1].consensus_distance if trainer.history else None,
+    }
+    store.finish(run, status, message, numbers | rest, unsaved())
+    path.unlink(missing_ok=True)
+    return True
+
+
+def _resume(trainer: Trainer, path: Path) -> bool:
+    if not path.exists():
+        return False
+    try:
+        trainer.load(path)
+    except GossamerError:
+        path.unlink()  # of another version, or damaged by the disk: the run starts again
+        return False
+    return True

@@ -1,0 +1,67 @@
+"""Two outputs of the same spec side by side: metric and speed, and whether they differ by more than noise."""
+
+from __future__ import annotations
+
+import math
+
+from rich.table import Table
+
+from gossamer.dbench import analysis
+from gossamer.dbench.analysis import Estimate, RunData
+from gossamer.dbench.findings import shown
+from gossamer.dbench.spec import differences
+from gossamer.dbench.store import Store
+from gossamer.errors import GossamerError
+
+_SPEED_NOISE = 0.15  # timings on one machine vary by about this much from run to run
+
+
+def table(first: Store, second: Store) -> Table:
+    found = differences(first.meta("spec"), second.meta("spec"))
+    if found:
+        raise GossamerError(f"{first.path.parent} and {second.path.parent} are of different specs: {'; '.join(found)}")
+    a, b = analysis.load(first), analysis.load(second)
+    if not a or not b:
+        empty = first if not a else second
+        raise GossamerError(f"{empty.path.parent} has no finished run yet, so there is nothing to compare")
+    metric = first.meta("metric")["name"]
+    made = Table(
+        "method",
+        "n",
+        f"{metric} A",
+        f"{metric} B",
+        "B − A",
+        "verdict",
+        "speed B / A",
+        title=f"A: {first.path.parent}   B: {second.path.parent}",
+    )
+    machines = [store.meta("machine") for store in (first, second)]
+    changed = [key for key in machines[0] if machines[0][key] != machines[1].get(key)]
+    made.caption = "same machine and versions" if not changed else f"differs: {', '.join(changed)}"
+    for n in analysis.scales(a):
+        for method in analysis.methods(a):
+            x, y = (analysis.select(runs, method, n) for runs in (a, b))
+            if x and y:
+                made.add_row(method, str(n), *_row(x, y))
+    return made
+
+
+def _row(x: list[RunData], y: list[RunData]) -> tuple[str, str, str, str, str]:
+    values = [analysis.estimate(r.value for r in runs if r.value is not None) for runs in (x, y)]
+    other = {r.run.seed: r for r in y}
+    pairs = [(r, other[r.run.seed]) for r in x if r.run.seed in other]
+    both = [(r.value, s.value) for r, s in pairs if r.value is not None and s.value is not None]
+    ratio = sum(r.run.seconds or 0 for r, _ in pairs) / max(1e-9, sum(s.run.seconds or 0 for _, s in pairs))
+    speed = f"{ratio:.2f}×" + (" (noise)" if abs(math.log(ratio)) < _SPEED_NOISE else "") if ratio > 0 else "–"
+    difference = analysis.estimate(s - r for r, s in both)
+    return shown(values[0], 4), shown(values[1], 4), shown(difference, 4), _verdict(difference, both), speed
+
+
+def _verdict(difference: Estimate, both: list[tuple[float, float]]) -> str:
+    if not both:
+        return "nothing to compare"
+    if all(r == s for r, s in both):
+        return "identical"
+    if math.isnan(difference.low):
+        return "one seed: can't tell"
+    return "differs" if difference.above_zero() or difference.below_zero() else "within noise"

@@ -1,0 +1,291 @@
+"""The figures of the report as plotly's plain data: no drawing here, the page does that.
+
+A figure has one variant per choice of its selectors (number of replicas, measure, method).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gossamer.dbench import analysis
+from gossamer.dbench.analysis import RunData
+from gossamer.profile import MEASURES
+
+# Okabe and Ito's colours, which most people can tell apart, on white and on black.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F", "#B279A2", "#54A24B")
+_NAMES = {
+    "gini": "Gini coefficient",
+    "iod": "index of dispersion",
+    "cv": "coefficient of variation",
+    "qcd": "quartile coefficient",
+}
+_LOOKS = 150  # points on a curve, at most: more can't be seen and make the page heavy
+
+Trace = dict[str, Any]
+Numbers = Sequence[float] | np.ndarray
+
+
+@dataclass(frozen=True)
+class Figure:
+    """``selectors``: {label: choices}; ``variants``: one per combination, in the order of ``itertools.product``."""
+
+    id: str
+    title: str
+    caption: str
+    selectors: dict[str, list[str]]
+    variants: list[dict[str, Any]]
+
+
+def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool) -> list[Figure]:
+    sizes = [str(n) for n in reversed(analysis.scales(runs))]  # the largest first: it is what is shown at the start
+    colour = {m: _COLOURS[k % len(_COLOURS)] for k, m in enumerate(analysis.methods(runs))}
+    measures = [_NAMES[m] for m in MEASURES]
+    key = dict(zip(measures, MEASURES, strict=True))
+    ranked = [m for m in analysis.methods(runs) if any(len(r.steps) for r in analysis.select(runs, m))]
+    scale: dict[str, list[str]] = {"replicas": sizes}
+    by_measure = {"replicas": sizes, "measure": measures}
+    made = [
+        _figure(
+            "epochs",
+            f"{metric.capitalize()} by epoch",
+            "Averaged model on test data, mean over seeds.",
+            scale,
+            lambda n: _by_epoch(runs, int(n), colour),
+            Axes("epoch", metric),
+        ),
+        _figure(
+            "connections",
+            f"Final {metric} against connections",
+            "Each dot is one run. Connections are averaged over training.",
+            scale,
+            lambda n: _against_connections(runs, int(n), colour),
+            Axes("connections per replica and step", metric, xlog=True),
+        ),
+        _figure(
+            "scale",
+            f"Final {metric} against scale",
+            "Mean over seeds; bars are 95 % intervals.",
+            {},
+            lambda: _against_scale(runs, colour),
+            Axes("replicas", metric),
+        ),
+        _figure(
+            "bytes",
+            f"{metric.capitalize()} against bytes",
+            "What each replica has received when each has its own worker; mean over seeds.",
+            scale,
+            lambda n: _against_bytes(runs, int(n), colour),
+            Axes("MB per replica", metric),
+        ),
+    ]
+    if ranked:
+        made += [
+            _figure(
+                "dispersion",
+                "Dispersion by step",
+                "How much the replicas' tensor norms differ just before averaging; mean over tensors and seeds.",
+                by_measure,
+                lambda n, m: _dispersion(runs, int(n), key[m], colour),
+                Axes("step", "dispersion", ylog=True),
+            ),
+            _figure(
+                "ranks",
+                "Ranks by dispersion",
+                "Methods ranked at each step and tensor (1: least dispersion), mean over tensors and seeds. Centralized is not ranked.",
+                by_measure,
+                lambda n, m: _ranks(runs, int(n), key[m], colour),
+                Axes("step", "mean rank"),
+            ),
+            _figure(
+                "early",
+                f"Final {metric} against early dispersion",
+                "Each dot is one run; dispersion over the first tenth of training.",
+                by_measure,
+                lambda n, m: _early(runs, int(n), key[m], colour),
+                Axes("early dispersion", metric, xlog=True),
+            ),
+            _figure(
+                "tensors",
+                "Dispersion by tensor",
+                "Base-10 logarithm of the Gini coefficient, mean over seeds.",
+                {"method": [m for m in ranked if not _is_centralized(runs, m)] or ranked, "replicas": sizes},
+                lambda m, n: _tensors(runs, m, int(n)),
+                Axes("step", ""),
+            ),
+        ]
+    if any(len(r.changes) > 1 for r in runs):
+        made.append(
+            _figure(
+                "degree",
+                "Connections over time",
+                "How the graph thins out: connections of a replica, averaged over the steps of each epoch.",
+                scale,
+                lambda n: _degree(runs, int(n), colour),
+                Axes("epoch", "connections per replica", ylog=True),
+            )
+        )
+    return made
+
+
+@dataclass(frozen=True)
+class Axes:
+    x: str
+    y: str
+    xlog: bool = False
+    ylog: bool = False
+
+
+def _figure(
+    id: str, title: str, caption: str, selectors: dict[str, list[str]], traces: Callable[..., list[Trace]], axes: Axes
+) -> Figure:
+    layout = {
+        "xaxis": {"title": {"text": axes.x}, "type": "log" if axes.xlog else "linear"},
+        "yaxis": {"title": {"text": axes.y}, "type": "log" if axes.ylog else "linear", "automargin": True},
+    }
+    variants = [{"data": traces(*choice), "layout": layout} for choice in itertools.product(*selectors.values())]
+    return Figure(id, title, caption, selectors, variants)
+
+
+def _is_centralized(runs: Sequence[RunData], method: str) -> bool:
+    return any(r.centralized for r in analysis.select(runs, method))
+
+
+def _line(name: str, colour: str, x: Numbers, y: Numbers, **more: Any) -> Trace:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "line": {"color": colour, "width": 2},
+        "x": _list(x),
+        "y": _list(y),
+        **more,
+    }
+
+
+def _dots(name: str, colour: str, x: Numbers, y: Numbers, text: list[str]) -> Trace:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "marker": {"color": colour, "size": 9},
+        "x": _list(x),
+        "y": _list(y),
+        "text": text,
+    }
+
+
+def _list(values: Numbers) -> list[float | None]:
+    """Five digits, and None where there is no number: JSON has no nan."""
+    return [None if v is None or not math.isfinite(v) else float(f"{v:.5g}") for v in values]
+
+
+def _thin(*columns: np.ndarray) -> list[np.ndarray]:
+    step = max(1, -(-len(columns[0]) // _LOOKS))
+    return [column[::step] for column in columns]
+
+
+def _over_seeds(runs: Sequence[RunData], method: str, n: int, of: Callable[[Any], float]) -> list[float]:
+    """A number of each epoch, averaged over the seeds that reached that epoch."""
+    histories = [r.epochs for r in analysis.select(runs, method, n)]
+    length = max((len(h) for h in histories), default=0)
+    return [float(np.mean([of(h[e]) for h in histories if len(h) > e])) for e in range(length)]
+
+
+def _by_epoch(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> list[Trace]:
+    values = {m: _over_seeds(runs, m, n, lambda e: e.value) for m in colour}
+    return [_line(m, colour[m], range(1, len(v) + 1), v) for m, v in values.items()]
+
+
+def _against_bytes(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> list[Trace]:
+    return [
+        _line(m, colour[m], _over_seeds(runs, m, n, lambda e: e.bytes / 1e6), _over_seeds(runs, m, n, lambda e: e.value))
+        for m in colour
+    ]
+
+
+def _degree(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> list[Trace]:
+    values = {m: _over_seeds(runs, m, n, lambda e: e.degree) for m in colour}
+    return [
+        _line(m, colour[m], range(1, len(v) + 1), v, line={"color": colour[m], "width": 2, "shape": "hv"})
+        for m, v in values.items()
+    ]
+
+
+def _runs_as_dots(
+    runs: Sequence[RunData], n: int, colour: dict[str, str], x: Callable[[RunData], float], skip: bool
+) -> list[Trace]:
+    made = []
+    for m in colour:
+        cell = [r for r in analysis.select(runs, m, n) if r.value is not None and not (skip and r.centralized)]
+        if cell:
+            made.append(
+                _dots(
+                    m,
+                    colour[m],
+                    [x(r) for r in cell],
+                    [r.value or 0.0 for r in cell],
+                    [f"{m}, seed {r.run.seed}" for r in cell],
+                )
+            )
+    return made
+
+
+def _against_connections(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> list[Trace]:
+    return _runs_as_dots(runs, n, colour, lambda r: r.connections, skip=False)
+
+
+def _early(runs: Sequence[RunData], n: int, measure: str, colour: dict[str, str]) -> list[Trace]:
+    return _runs_as_dots(runs, n, colour, lambda r: r.early(measure), skip=True)
+
+
+def _against_scale(runs: Sequence[RunData], colour: dict[str, str]) -> list[Trace]:
+    made = []
+    finals = analysis.finals(runs)
+    for m in colour:
+        mine = [f for f in finals if f.method == m]
+        bars = {"type": "data", "array": _list([f.value.half for f in mine]), "thickness": 1}
+        trace = _line(m, colour[m], [f.replicas for f in mine], [f.value.mean for f in mine], error_y=bars)
+        made.append(trace | {"mode": "lines+markers"})
+    return made
+
+
+def _dispersion(runs: Sequence[RunData], n: int, measure: str, colour: dict[str, str]) -> list[Trace]:
+    made = []
+    for m in colour:
+        curve = analysis.dispersion_over_time(runs, m, n, measure)
+        if len(curve.steps) and curve.mean.max() > 0:
+            x, y = _thin(curve.steps, np.where(curve.mean > 0, curve.mean, np.nan))
+            made.append(_line(m, colour[m], x, y))
+    return made
+
+
+def _ranks(runs: Sequence[RunData], n: int, measure: str, colour: dict[str, str]) -> list[Trace]:
+    steps, ranks = analysis.ranks_over_time(runs, n, measure)
+    return [_line(m, colour[m], *_thin(steps, rank)) for m, rank in ranks.items()]
+
+
+def _tensors(runs: Sequence[RunData], method: str, n: int) -> list[Trace]:
+    cell = [r for r in analysis.select(runs, method, n) if len(r.steps)]
+    if not cell:
+        return []
+    length = min(len(r.steps) for r in cell)
+    mean = np.mean([r.dispersion["gini"][:length] for r in cell], axis=0)
+    steps, values = _thin(cell[0].steps[:length], mean)
+    with np.errstate(divide="ignore"):
+        z = np.log10(values.T)
+    return [
+        {
+            "type": "heatmap",
+            "x": steps.tolist(),
+            "y": list(cell[0].run.tensors),
+            "z": [[None if not math.isfinite(v) else round(float(v), 2) for v in row] for row in z],
+            "colorscale": "Viridis",
+            "colorbar": {"title": {"text": "log10"}, "thickness": 12},
+        }
+    ]

@@ -1,0 +1,145 @@
+"""One sentence per finding, with its numbers. A sentence never claims what the interval over seeds does not support."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from gossamer.dbench import analysis
+from gossamer.dbench.analysis import Estimate, RunData
+from gossamer.dbench.spec import CENTRALIZED, Spec
+
+
+def findings(runs: Sequence[RunData], spec: Spec, metric: str, higher_is_better: bool) -> list[str]:
+    if not runs:
+        return ["No run is finished yet."]
+    n = analysis.scales(runs)[-1]
+    found = [_best_and_worst(runs, n, metric, higher_is_better), *_diverged(runs)]
+    found += _against(runs, n, metric, higher_is_better)
+    found += _scale(runs, metric)
+    found += _correlations(runs, n, metric, higher_is_better)
+    found += _early_and_late(runs, n)
+    if any(r.centralized for r in runs):
+        found.append("Centralized training keeps all replicas equal: its dispersion is exactly 0, so it is not ranked.")
+    if spec.target is not None:
+        found += _target(runs, n, spec.target.value, metric, higher_is_better)
+    if len({r.run.seed for r in runs}) == 1:
+        found.append("There is one seed only, so there are no intervals and no claim here is more than an observation.")
+    return found
+
+
+def shown(e: Estimate, digits: int = 3) -> str:
+    if math.isnan(e.mean):
+        return "–"
+    return f"{e.mean:.{digits}f}" if math.isnan(e.low) else f"{e.mean:.{digits}f} ± {e.half:.{digits}f}"
+
+
+def _interval(e: Estimate) -> str:
+    return "one seed" if math.isnan(e.low) else f"95 % interval {e.low:+.3f} to {e.high:+.3f}, {e.seeds} seeds"
+
+
+def _finals(runs: Sequence[RunData], n: int) -> dict[str, Estimate]:
+    return {f.method: f.value for f in analysis.finals(runs) if f.replicas == n and not math.isnan(f.value.mean)}
+
+
+def _best_and_worst(runs: Sequence[RunData], n: int, metric: str, higher: bool) -> str:
+    values = _finals(runs, n)
+    if len(values) < 2:
+        return f"At n={n} fewer than two methods have a result."
+    ordered = sorted(values, key=lambda m: values[m].mean, reverse=higher)
+    best, worst = ordered[0], ordered[-1]
+    return f"At n={n} the averaged model's {metric} ranges from {shown(values[worst])} ({worst}) to {shown(values[best])} ({best})."
+
+
+def _diverged(runs: Sequence[RunData]) -> list[str]:
+    bad = [r for r in runs if r.value is None]
+    if not bad:
+        return []
+    cells = sorted({f"{r.run.method} at n={r.run.replicas}" for r in bad})
+    return [f"{len(bad)} of {len(runs)} runs diverged ({', '.join(cells)}): they have no value and count as worst in rankings."]
+
+
+def _against(runs: Sequence[RunData], n: int, metric: str, higher: bool) -> list[str]:
+    """Each decentralized method against the reference, seed by seed: centralized if it is there, else complete."""
+    names = analysis.methods(runs)
+    reference = next((m for m in (CENTRALIZED, "complete") if m in names), None)
+    if reference is None:
+        return []
+    worse: list[str] = []
+    better: list[str] = []
+    level: list[str] = []
+    for method in names:
+        if method == reference:
+            continue
+        e = analysis.paired_difference(runs, method, reference, n)
+        if math.isnan(e.low):
+            continue
+        side = level
+        if e.above_zero():
+            side = better if higher else worse
+        elif e.below_zero():
+            side = worse if higher else better
+        side.append(f"{method} ({e.mean:+.3f}, {_interval(e)})")
+    found = []
+    if worse:
+        found.append(f"Below {reference} at n={n}, seed by seed: {'; '.join(worse)}.")
+    if better:
+        found.append(f"Above {reference} at n={n}, seed by seed: {'; '.join(better)}.")
+    if level:
+        found.append(f"No difference to {reference} that the seeds support at n={n}: {'; '.join(level)}.")
+    return found
+
+
+def _scale(runs: Sequence[RunData], metric: str) -> list[str]:
+    sizes = analysis.scales(runs)
+    if len(sizes) < 2:
+        return []
+    first, last = sizes[0], sizes[-1]
+    parts = []
+    for method in analysis.methods(runs):
+        a, b = (_finals(runs, n).get(method) for n in (first, last))
+        if a is not None and b is not None:
+            parts.append(f"{method} {a.mean:.3f} → {b.mean:.3f}")
+    return [f"From n={first} to n={last} the {metric} goes: {', '.join(parts)}."] if parts else []
+
+
+def _correlations(runs: Sequence[RunData], n: int, metric: str, higher: bool) -> list[str]:
+    decentralized = {r.run.method for r in runs if not r.centralized and r.run.replicas == n}
+    if len(decentralized) < 3:
+        return []
+    found = []
+    questions = {
+        "more connections, better results": (analysis.metric_against_connections(runs, n, higher), 1),
+        "less early dispersion (Gini), better results": (analysis.metric_against_early_dispersion(runs, n, "gini", higher), -1),
+        "a lower rank by dispersion (Gini), better results": (analysis.metric_against_rank(runs, n, "gini", higher), -1),
+    }
+    for claim, (rho, sign) in questions.items():
+        if math.isnan(rho.mean):
+            continue
+        supported = (rho.above_zero() and sign > 0) or (rho.below_zero() and sign < 0)
+        verdict = (
+            "supported" if supported else "one seed, no verdict" if math.isnan(rho.low) else "not supported by these seeds"
+        )
+        numbers = f"Spearman's ρ = {rho.mean:+.2f} over {len(decentralized)} decentralized methods at n={n}, {_interval(rho)}"
+        found.append(f"“{claim[0].upper()}{claim[1:]}”: {verdict} ({numbers}).")
+    return found
+
+
+def _early_and_late(runs: Sequence[RunData], n: int) -> list[str]:
+    parts = []
+    for method in analysis.methods(runs):
+        curve = analysis.dispersion_over_time(runs, method, n, "gini")
+        if len(curve.steps) < 3 or curve.mean.max() == 0:
+            continue
+        peak = int(curve.mean.argmax())
+        parts.append(f"{method} {curve.mean[peak]:.2g} at step {curve.steps[peak]}, {curve.mean[-1]:.2g} at the end")
+    return [f"Dispersion (Gini, mean over tensors) at n={n}, peak and end: {'; '.join(parts)}."] if parts else []
+
+
+def _target(runs: Sequence[RunData], n: int, target: float, metric: str, higher: bool) -> list[str]:
+    parts = []
+    for t in analysis.to_target(runs, target, higher):
+        if t.replicas == n:
+            reached = f"{t.epochs.mean:.1f} epochs, {t.bytes.mean / 1e6:.1f} MB" if t.reached else "never"
+            parts.append(f"{t.method} {reached}" + (f" ({t.reached} of {t.seeds} seeds)" if 0 < t.reached < t.seeds else ""))
+    return [f"To reach {metric} {target:g} at n={n}: {'; '.join(parts)}."] if parts else []

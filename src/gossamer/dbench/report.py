@@ -1,0 +1,121 @@
+"""The report: one self-contained HTML file. The headline first, then the figures, then the spec and the machine."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+
+from plotly.offline import get_plotlyjs
+
+from gossamer import graphs, picture
+from gossamer.dbench import analysis
+from gossamer.dbench.analysis import RunData
+from gossamer.dbench.figures import figures
+from gossamer.dbench.findings import findings, shown
+from gossamer.dbench.store import FILE, FINISHED, Store
+from gossamer.errors import GossamerError
+
+NAME = "report.html"
+
+
+def write(folder: Path) -> Path:
+    """Write ``report.html`` into the output folder of a bench and return its path."""
+    store = Store(folder / FILE)
+    runs = analysis.load(store)
+    if not runs:
+        raise GossamerError(f"{folder} has no finished run yet, so there is nothing to report; finish one with: gossamer bench")
+    path = folder / NAME
+    text = page(store, runs)
+    store.close()
+    temporary = path.with_suffix(".tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise GossamerError(f"{path} can't be written: {error.strerror}") from None
+    return path
+
+
+def page(store: Store, runs: Sequence[RunData]) -> str:
+    spec = store.spec()
+    metric = store.meta("metric")
+    name, higher = metric["name"], metric["higher_is_better"]
+    drawn = [asdict(figure) for figure in figures(runs, name, higher)]
+    left = sum(run.status not in FINISHED for run in store.runs())
+    parts = {
+        "TITLE": html.escape(f"DBench: {spec.name}"),
+        "DESCRIPTION": html.escape(spec.description),
+        "UNFINISHED": f"<p class='note'>{left} runs are not finished; this report shows the others.</p>" if left else "",
+        "TABLE": _table(runs, name),
+        "FINDINGS": "".join(f"<li>{html.escape(sentence)}</li>" for sentence in findings(runs, spec, name, higher)),
+        "ADA": _pictures(runs),
+        "SPEC": html.escape(json.dumps(spec.model_dump(mode="json", exclude_defaults=True), indent=2, ensure_ascii=False)),
+        "MACHINE": _machine(store, runs),
+        # "</" would end the script element early, wherever it stood in a name.
+        "DATA": json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("</", "<\\/"),
+        "PLOTLY": get_plotlyjs(),
+    }
+    text = resources.files("gossamer.dbench").joinpath("report.html").read_text(encoding="utf-8")
+    for key, value in parts.items():
+        text = text.replace(f"@@{key}@@", value)
+    return text
+
+
+def _table(runs: Sequence[RunData], metric: str) -> str:
+    sizes = analysis.scales(runs)
+    finals = {(f.method, f.replicas): f for f in analysis.finals(runs)}
+    head = "".join(f"<th>n={n}</th>" for n in sizes)
+    rows = []
+    for method in analysis.methods(runs):
+        cells = []
+        for n in sizes:
+            final = finals.get((method, n))
+            text = "–" if final is None else shown(final.value)
+            if final is not None and final.diverged:
+                text = f"{final.diverged} diverged" if math.isnan(final.value.mean) else f"{text} ({final.diverged} diverged)"
+            cells.append(f"<td>{html.escape(text)}</td>")
+        last = finals.get((method, sizes[-1]))
+        worst = "–" if last is None else shown(last.worst_replica)
+        received = "–" if last is None else f"{last.bytes / 1e6:.1f}"
+        rows.append(f"<tr><th>{html.escape(method)}</th>{''.join(cells)}<td>{worst}</td><td>{received}</td></tr>")
+    largest = f"n={sizes[-1]}"
+    return (
+        f"<table><caption>Final {html.escape(metric)} of the averaged model on test data, mean ± 95 % interval over seeds</caption>"
+        f"<thead><tr><th>method</th>{head}<th>worst replica, {largest}</th><th>MB per replica, {largest}</th></tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table>"
+    )
+
+
+def _pictures(runs: Sequence[RunData]) -> str:
+    """For each method whose graph changes: the graph at the beginning, the middle and the end of its changes."""
+    n = analysis.scales(runs)[-1]
+    parts = []
+    for method in analysis.methods(runs):
+        changing = [r for r in analysis.select(runs, method, n) if len(r.changes) > 2]
+        if not changing:
+            continue
+        changes = changing[0].changes
+        for change in (changes[0], changes[len(changes) // 2], changes[-1]):
+            graph = graphs.parse(change.graph, n)
+            if picture.can_draw(graph):
+                caption = f"{method}, from epoch {change.epoch + 1}: {change.graph} ({graph.degree()} connections)"
+                parts.append(f"<figure>{picture.svg(graph, 0)}<figcaption>{html.escape(caption)}</figcaption></figure>")
+    return (
+        f"<section><h2>The graph at three moments, n={n}</h2><div class='row'>{''.join(parts)}</div></section>" if parts else ""
+    )
+
+
+def _machine(store: Store, runs: Sequence[RunData]) -> str:
+    facts = dict(store.meta("machine"))
+    facts["backend"] = ", ".join(sorted({f"n={r.run.replicas}: {r.run.backend}" for r in runs}))
+    facts["threads per run"] = ", ".join(sorted({str(r.run.threads) for r in runs}))
+    facts["training time"] = f"{sum(r.run.seconds or 0 for r in runs):.0f} s over {len(runs)} runs"
+    rows = "".join(f"<tr><th>{html.escape(str(k))}</th><td>{html.escape(str(v))}</td></tr>" for k, v in facts.items())
+    return f"<table class='facts'>{rows}</table>"

@@ -1,0 +1,68 @@
+"""Results as plain data: one object per run. The keys are documented in docs/results.md and stay."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from gossamer.dbench.analysis import RunData, load
+from gossamer.dbench.store import Store
+from gossamer.profile import MEASURES
+
+
+def results(store: Store) -> list[dict[str, Any]]:
+    """One dict per run of the grid, unfinished ones included (their numbers are None)."""
+    metric = store.meta("metric")["name"]
+    finished = {data.run.id: data for data in load(store)}
+    return [
+        {
+            "method": run.method,
+            "replicas": run.replicas,
+            "seed": run.seed,
+            "status": run.status,
+            "metric": metric,
+            "value": run.value,
+            "value_mean": run.value_mean,
+            "value_worst": run.value_worst,
+            "value_train": run.value_train,
+            "bytes_per_replica": run.bytes,
+            "steps": run.steps,
+            "seconds": run.seconds,
+            "consensus_distance": run.consensus_distance,
+            "connections": _plain(finished[run.id].connections) if run.id in finished else None,
+            "dispersion": _dispersion(finished.get(run.id)),
+            "message": run.message,
+        }
+        for run in store.runs()
+    ]
+
+
+def _dispersion(data: RunData | None) -> dict[str, dict[str, float]] | None:
+    """The four measures, mean over tensors, at 10 % and at 100 % of training (the nearest profiled steps)."""
+    if data is None or not len(data.steps):
+        return None
+    looks = {"at_10_percent": data.at(0.1), "at_100_percent": len(data.steps) - 1}
+    return {when: {m: float(data.dispersion[m][look].mean()) for m in MEASURES} for when, look in looks.items()}
+
+
+def _plain(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def as_csv(rows: Sequence[dict[str, Any]]) -> str:
+    """The same, flat: ``dispersion`` becomes ``dispersion_at_10_percent_gini`` and so on."""
+    flat = []
+    for row in rows:
+        plain = {key: value for key, value in row.items() if key != "dispersion"}
+        for when in ("at_10_percent", "at_100_percent"):
+            for measure in MEASURES:
+                plain[f"dispersion_{when}_{measure}"] = (row["dispersion"] or {}).get(when, {}).get(measure)
+        flat.append(plain)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(flat[0]) if flat else ["method"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return text.getvalue()

@@ -1,0 +1,260 @@
+"""Runs the grid of a spec, cell by cell or several side by side, with one thread each: so results do not depend on how many.
+
+Finished cells are never repeated. One process at a time may write to an output folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gossamer.apps import tasks
+from gossamer.dbench import machine
+from gossamer.dbench.cell import run_cell, trainer_for
+from gossamer.dbench.display import Display
+from gossamer.dbench.spec import Cell, Spec
+from gossamer.dbench.store import FILE, FINISHED, Store
+from gossamer.errors import GossamerError
+from gossamer.tasks import Task
+
+_BEAT = 0.1  # seconds between two progress messages of one cell
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call of :func:`bench` did."""
+
+    out: Path
+    finished: int
+    total: int
+
+    @property
+    def complete(self) -> bool:
+        return self.finished == self.total
+
+
+def bench(
+    spec: Spec,
+    out: Path | str,
+    *,
+    task: Task | None = None,
+    jobs: int | None = None,
+    device: str = "cpu",
+    checkpoint_seconds: float = 10.0,
+    quiet: bool = False,
+) -> Outcome:
+    """Run what is not finished yet. ``task`` replaces the spec's named task by your own (in this process, one job)."""
+    out = Path(out)
+    made = task or tasks.make(spec.task.name, Path(spec.task.data) if spec.task.data else None)
+    if jobs is not None and jobs < 1:
+        raise GossamerError(f"jobs={jobs} is out of range; at least one cell runs at a time")
+    try:
+        (out / "checkpoints").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise GossamerError(f"{out} can't be made: {error.strerror}; choose another --out") from None
+    with _locked(out), _one_thread():
+        store = Store.create(out / FILE, spec, (made.metric.name, made.metric.higher_is_better), machine.describe())
+        runs = store.runs()
+        pending = [Cell(r.method, r.replicas, r.seed) for r in runs if r.status not in FINISHED]
+        wanted = jobs or (1 if task is not None or device != "cpu" else machine.cores())
+        with Display(len(runs), len(runs) - len(pending), quiet) as display, _interruptible() as stop:
+            _choose_backends(store, spec, made, pending, device, display)
+            context = _Context(spec, out, task, device, checkpoint_seconds)
+            if min(wanted, len(pending)) <= 1:
+                _inline(context, store, made, pending, display, stop)
+            else:
+                _side_by_side(context, pending, min(wanted, len(pending)), display, stop)
+        finished = sum(run.status in FINISHED for run in store.runs())
+        store.close()
+    return Outcome(out, finished, len(runs))
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What a worker process needs to know."""
+
+    spec: Spec
+    out: Path
+    task: Task | None
+    device: str
+    checkpoint_seconds: float
+
+    def made_task(self) -> Task:
+        return self.task or tasks.make(self.spec.task.name, Path(self.spec.task.data) if self.spec.task.data else None)
+
+
+def _choose_backends(store: Store, spec: Spec, task: Task, pending: list[Cell], device: str, display: Display) -> None:
+    """The backend is timed once per number of replicas and then kept, so that a resumed run takes the same path."""
+    for n in dict.fromkeys(cell.replicas for cell in pending):
+        if store.meta(f"backend:{n}") is not None:
+            continue
+        cell = next(cell for cell in pending if cell.replicas == n)
+        trainer = trainer_for(spec, cell, task, device)
+        if trainer.replicas.backend is None:
+            display.note(f"n={n}: finding the fastest way to run {n} replicas")
+            trainer.replicas.gradients(task.loss, trainer.batches.batch(0), 0)
+        store.set_meta(f"backend:{n}", str(trainer.replicas.backend))
+
+
+def _inline(
+    context: _Context, store: Store, task: Task, pending: list[Cell], display: Display, stop: Callable[[], bool]
+) -> None:
+    for cell in pending:
+        report = _throttled(lambda *message, cell=cell: display.step(cell, *message))
+        if run_cell(store, context.spec, cell, task, context.device, context.checkpoint_seconds, report, stop):
+            display.finished(cell, store.find(cell))
+        if stop():
+            return
+
+
+def _side_by_side(context: _Context, pending: list[Cell], jobs: int, display: Display, stop: Callable[[], bool]) -> None:
+    """``jobs`` worker processes take cells in turn. They end with this process, whatever ends it."""
+    spawn = multiprocessing.get_context("spawn")
+    todo: Any = spawn.SimpleQueue()
+    messages: Any = spawn.Queue()
+    stopping = spawn.Event()
+    for cell in [*pending, *[None] * jobs]:
+        todo.put(cell)
+    workers = [spawn.Process(target=_worker, args=(context, os.getpid(), todo, messages, stopping)) for _ in range(jobs)]
+    for worker in workers:
+        worker.start()
+    store = Store(context.out / FILE)
+    failure: str | None = None
+    try:
+        while any(worker.is_alive() for worker in workers) or not messages.empty():
+            if stop():
+                stopping.set()
+            try:
+                kind, cell, content = messages.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            if kind == "step":
+                display.step(cell, *content)
+            elif kind == "finished":
+                display.finished(cell, store.find(cell))
+            elif kind == "error":
+                failure = failure or content
+                stopping.set()
+    finally:
+        stopping.set()
+        for worker in workers:
+            worker.join(timeout=60)
+            if worker.is_alive():
+                worker.kill()
+        store.close()
+    if failure is None and any(worker.exitcode for worker in workers):
+        codes = ", ".join(str(worker.exitcode) for worker in workers)
+        failure = f"a worker process ended by itself (exit codes {codes}; -9 can mean too little memory: try a smaller --jobs)"
+    if failure is not None:
+        raise GossamerError(failure)
+
+
+def _worker(context: _Context, parent: int, todo: Any, messages: Any, stopping: Any) -> None:
+    _die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent tells us what to do
+    torch.set_num_threads(1)
+    cell: Cell | None = None
+    try:
+        task = context.made_task()
+        store = Store(context.out / FILE)
+        while (cell := todo.get()) is not None and not stopping.is_set():
+            here = cell
+            report = _throttled(lambda *message, here=here: messages.put(("step", here, message)))
+            if run_cell(store, context.spec, cell, task, context.device, context.checkpoint_seconds, report, stopping.is_set):
+                messages.put(("finished", cell, None))
+        store.close()
+    except GossamerError as error:
+        messages.put(("error", cell, f"{cell}: {error}"))
+    except OSError as error:
+        messages.put(("error", cell, f"{cell}: {error}; finished runs are kept"))
+    except Exception:
+        messages.put(("error", cell, f"{cell} failed:\n{traceback.format_exc()}"))
+
+
+def _throttled(send: Callable[..., None]) -> Callable[[int, int, float, float | None], None]:
+    last = 0.0
+
+    def report(step: int, steps: int, loss: float, value: float | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _BEAT or step == steps:
+            last = now
+            send(step, steps, loss, value)
+
+    return report
+
+
+def _die_with(parent: int) -> None:
+    """If the parent is killed, so are we: nobody would write down what we do. (Linux; elsewhere workers end at their next cell.)"""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """The lock goes with the process that holds it, however it ends."""
+    path = out / "lock"
+    try:
+        file = open(path, "a+")  # noqa: SIM115  (held open as long as we run)
+    except OSError as error:
+        raise GossamerError(f"{out} can't be written: {error.strerror}; choose another --out") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise GossamerError(
+                f"another gossamer bench (pid {file.read().strip() or 'unknown'}) is writing to {out}"
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C lets the current steps finish and saves; the second one ends at once."""
+    hit = False
+
+    def handle(number: int, frame: Any) -> None:
+        nonlocal hit
+        if hit:
+            raise KeyboardInterrupt
+        hit = True
+
+    try:
+        before = signal.signal(signal.SIGINT, handle)
+    except ValueError:  # not in the main thread: no signals here
+        yield lambda: False
+        return
+    try:
+        yield lambda: hit
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,318 @@
+"""A spec says what to compare: a task, and a grid of replicas × methods × seeds. TOML, checked by pydantic; no code in it."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from gossamer.algorithms import algorithm
+from gossamer.apps import tasks
+from gossamer.backends import Backend
+from gossamer.errors import GossamerError
+from gossamer.learning_rates import Constant, InverseSqrt, LearningRate, Scaling, Shape, StepDecay, WarmupCosine
+from gossamer.optim import Recipe
+from gossamer.sampling import check_dirichlet
+from gossamer.schedules import schedule
+from gossamer.trainer import Settings
+
+CENTRALIZED = "centralized"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class TaskPart(_Part):
+    """What is trained. ``batch`` is per replica; ``data`` is a folder, if the data set is not where it usually is."""
+
+    name: str
+    epochs: int = Field(ge=1, le=100_000)
+    batch: int = Field(ge=1)
+    partition: str = "reshuffled"
+    init: Literal["same", "different"] = "same"
+    data: str | None = None
+
+    @field_validator("partition")
+    @classmethod
+    def _partition(cls, value: str) -> str:
+        if value.startswith("dirichlet"):
+            check_dirichlet(value)
+        elif value not in ("reshuffled", "shards"):
+            raise GossamerError(f"{value!r} is not known; use reshuffled, shards or dirichlet:alpha=0.3")
+        return value
+
+
+class OptimizerPart(_Part):
+    """``options`` go to torch.optim as they are: momentum, betas, weight_decay …"""
+
+    name: str = "sgd"
+    lr: float = Field(0.1, gt=0, allow_inf_nan=False)
+    options: dict[str, Any] = Field(default_factory=dict)
+    clip: float | None = Field(None, gt=0)
+    spare_norms: bool = False
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        Recipe(value).kind()
+        return value
+
+
+class LearningRatePart(_Part):
+    """How the learning rate goes over the steps, and how it grows with the number of replicas."""
+
+    shape: Literal["constant", "warmup-cosine", "step-decay", "inverse-sqrt"] = "constant"
+    warmup: float | None = Field(None, ge=0)
+    start: float = Field(0.1, ge=0)
+    final: float = Field(0.0, ge=0)
+    milestones: tuple[float, ...] = Field((0.5, 0.75), strict=False)
+    decay: float = Field(0.1, gt=0)
+    scaling: Scaling = "none"
+    reference: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _shape(self) -> LearningRatePart:
+        self.made()
+        return self
+
+    def made(self) -> Shape:
+        if self.shape == "constant":
+            return Constant()
+        if self.shape == "warmup-cosine":
+            return WarmupCosine(0.1 if self.warmup is None else self.warmup, self.start, self.final)
+        if self.shape == "step-decay":
+            return StepDecay(self.milestones, self.decay, self.warmup or 0.0, self.start)
+        return InverseSqrt(4000 if self.warmup is None else int(self.warmup))
+
+
+class ProfilePart(_Part):
+    """A look inside every replica each ``every`` steps (0: never)."""
+
+    every: int = Field(10, ge=0)
+
+
+class TargetPart(_Part):
+    """The metric to reach; the report says after how many epochs and bytes each method did."""
+
+    value: float = Field(allow_inf_nan=False)
+
+
+class MethodPart(_Part):
+    """``graph``: a graph's name or ada with its parameters (default: the method's own name). ``lr`` and ``scaling`` override."""
+
+    name: str = Field(min_length=1)
+    graph: str | None = None
+    algorithm: str | None = None
+    lr: float | None = Field(None, gt=0, allow_inf_nan=False)
+    scaling: Scaling | None = None
+
+    @property
+    def centralized(self) -> bool:
+        return self.name == CENTRALIZED if self.algorithm is None else self.algorithm == "allreduce"
+
+    @property
+    def topology(self) -> str:
+        return "complete" if self.centralized else self.graph or self.name
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the grid."""
+
+    method: str
+    replicas: int
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.method}, n={self.replicas}, seed {self.seed}"
+
+
+class Spec(_Part):
+    name: str = Field(min_length=1)
+    description: str = ""
+    replicas: tuple[int, ...] = Field(strict=False, min_length=1)
+    methods: tuple[MethodPart, ...] = Field(strict=False, min_length=1)
+    seeds: tuple[int, ...] = Field((0,), strict=False, min_length=1)
+    task: TaskPart
+    optimizer: OptimizerPart = Field(default_factory=lambda: OptimizerPart.model_validate({}))
+    learning_rate: LearningRatePart = Field(default_factory=lambda: LearningRatePart.model_validate({}))
+    algorithm: str = "dsgd-atc"
+    backend: str = "auto"
+    profile: ProfilePart = Field(default_factory=lambda: ProfilePart.model_validate({}))
+    target: TargetPart | None = None
+
+    @field_validator("methods", mode="before")
+    @classmethod
+    def _short_methods(cls, value: Any) -> Any:
+        """``"ring"`` is short for ``{name = "ring"}``."""
+        return (
+            [{"name": item} if isinstance(item, str) else item for item in value] if isinstance(value, (list, tuple)) else value
+        )
+
+    @field_validator("replicas", "seeds")
+    @classmethod
+    def _numbers(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(value)) < len(value):
+            raise GossamerError(f"{list(value)} names a number twice")
+        return value
+
+    @field_validator("replicas")
+    @classmethod
+    def _positive(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if min(value) < 1 or max(value) > 100_000:
+            raise GossamerError(f"{list(value)}: a number of replicas is from 1 to 100,000")
+        return value
+
+    @field_validator("backend")
+    @classmethod
+    def _backend(cls, value: str) -> str:
+        if value != "auto":
+            Backend.parse(value)
+        return value
+
+    @field_validator("algorithm")
+    @classmethod
+    def _algorithm(cls, value: str) -> str:
+        algorithm(value)
+        return value
+
+    @model_validator(mode="after")
+    def _grid(self) -> Spec:
+        names = [method.name for method in self.methods]
+        if len(set(names)) < len(names):
+            raise GossamerError(
+                f"methods: {next(n for n in names if names.count(n) > 1)!r} is there twice; give each a name of its own"
+            )
+        for method in self.methods:
+            algorithm(method.algorithm or self.algorithm)
+        return self
+
+    # --- The grid --------------------------------------------------------------------------------------------------------
+
+    def cells(self) -> list[Cell]:
+        """Small ones first, so that something can be seen soon."""
+        return [Cell(m.name, n, s) for n in sorted(self.replicas) for s in self.seeds for m in self.methods]
+
+    def method(self, name: str) -> MethodPart:
+        return next(method for method in self.methods if method.name == name)
+
+    def check(self) -> None:
+        """Everything about the grid that can be known before anything runs; all impossible cells are named."""
+        impossible = []
+        for method in self.methods:
+            for n in self.replicas:
+                try:
+                    schedule(method.topology, n)
+                except GossamerError as error:
+                    impossible.append(f"method {method.name!r} with replicas={n} is impossible ({error})")
+        if impossible:
+            raise GossamerError("; ".join(impossible))
+
+    def settings(self, cell: Cell) -> Settings:
+        method = self.method(cell.method)
+        lr = self.optimizer.lr if method.lr is None else method.lr
+        rate = self.learning_rate
+        return Settings(
+            replicas=cell.replicas,
+            epochs=self.task.epochs,
+            batch=self.task.batch,
+            algorithm="allreduce" if method.centralized else method.algorithm or self.algorithm,
+            optimizer=Recipe(self.optimizer.name, lr, self.optimizer.options, self.optimizer.clip, self.optimizer.spare_norms),
+            learning_rate=LearningRate(lr, rate.made(), method.scaling or rate.scaling, rate.reference),
+            seed=cell.seed,
+            partition=self.task.partition,
+            init="same" if method.centralized else self.task.init,
+            backend=self.backend,
+            profile_every=self.profile.every,
+        )
+
+
+# --- Loading ------------------------------------------------------------------------------------------------------------
+
+
+def shipped() -> list[str]:
+    """The names of the specs that come with Gossamer."""
+    return sorted(
+        p.name.removesuffix(".toml") for p in resources.files("gossamer.dbench.specs").iterdir() if p.name.endswith(".toml")
+    )
+
+
+def load(what: str | Path) -> Spec:
+    """A shipped spec by name, or a TOML file."""
+    path = Path(what)
+    if str(what) in shipped() and not path.is_file():
+        text = (resources.files("gossamer.dbench.specs") / f"{what}.toml").read_text(encoding="utf-8")
+        return parse(text, str(what))
+    if not path.is_file():
+        near = difflib.get_close_matches(str(what), shipped(), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"shipped specs are {', '.join(shipped())}"
+        raise GossamerError(f"there is no spec {str(what)!r}, neither as a file nor by name; {hint}")
+    try:
+        return parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise GossamerError(f"spec {path} can't be read: {error}") from None
+
+
+def parse(text: str, where: str = "spec") -> Spec:
+    """Raises nothing but GossamerError, whatever the text."""
+    try:
+        raw = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        raise GossamerError(f"{where} is not valid TOML: {error}") from None
+    return build(raw, where)
+
+
+def build(raw: Mapping[str, Any], where: str = "spec") -> Spec:
+    try:
+        spec = Spec.model_validate(raw)
+        tasks.check(spec.task.name)
+    except ValidationError as error:
+        raise GossamerError(f"{where}: " + "; ".join(_explain(fault) for fault in error.errors()[:5])) from None
+    except GossamerError as error:
+        raise GossamerError(f"{where}: task.name: {error}") from None
+    spec.check()
+    return spec
+
+
+_PARTS: dict[str, type[BaseModel]] = {
+    "task": TaskPart,
+    "optimizer": OptimizerPart,
+    "learning_rate": LearningRatePart,
+    "profile": ProfilePart,
+    "target": TargetPart,
+    "methods": MethodPart,
+}
+
+
+def _explain(fault: Any) -> str:
+    """One of pydantic's errors as: which key, what is wrong, what would be right."""
+    key = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        owner = _PARTS.get(str(fault["loc"][0]), Spec) if len(fault["loc"]) > 1 else Spec
+        near = difflib.get_close_matches(str(fault["loc"][-1]), list(owner.model_fields), n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(owner.model_fields)}"
+        return f"{key} is not a known key; {hint}"
+    if fault["type"] == "missing":
+        return f"{key} is missing"
+    message = str(fault["msg"]).removeprefix("Value error, ").replace("\n", " ")
+    given = "" if fault["type"] == "value_error" else f" (it is {fault['input']!r:.60})".replace("\n", " ")
+    return f"{key}: {message}{given}" if key else message
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """What differs between two specs as plain data, one line per key."""
+    found: list[str] = []
+    for key in sorted({*old, *new}):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            found.append(f"{prefix}{key}: {a!r} there, {b!r} here")
+    return found

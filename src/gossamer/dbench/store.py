@@ -1,0 +1,262 @@
+"""The store: one SQLite file (WAL) per output folder. Readable while a run goes on; the schema is in docs/store.md.
+
+What a run brings is written in one transaction per epoch, and before the checkpoint of that epoch: so the store always holds
+at least what the checkpoint knows, and a resumed run, which repeats its steps bit for bit, writes the same rows again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gossamer.dbench.spec import Cell, Spec, build, differences
+from gossamer.errors import GossamerError
+from gossamer.profile import Profile
+from gossamer.schedules import Change
+from gossamer.trainer import EpochRecord
+
+FILE = "dbench.sqlite"
+_APPLICATION = 0x676F7373  # "goss", so that a foreign SQLite file is known as one
+_VERSION = 1
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE runs (
+    id INTEGER PRIMARY KEY, method TEXT NOT NULL, replicas INTEGER NOT NULL, seed INTEGER NOT NULL,
+    status TEXT NOT NULL, message TEXT, backend TEXT, threads INTEGER, tensors TEXT, steps INTEGER,
+    value REAL, value_mean REAL, value_worst REAL, value_train REAL, bytes INTEGER, seconds REAL, consensus_distance REAL,
+    UNIQUE (method, replicas, seed));
+CREATE TABLE epochs (
+    run INTEGER NOT NULL, epoch INTEGER NOT NULL, step INTEGER NOT NULL, lr REAL, train_loss REAL, value REAL, graph TEXT,
+    degree REAL, bytes INTEGER, consensus_distance REAL, seconds REAL, PRIMARY KEY (run, epoch));
+CREATE TABLE profiles (
+    run INTEGER NOT NULL, step INTEGER NOT NULL, epoch INTEGER NOT NULL, consensus_distance REAL, bytes INTEGER,
+    norms BLOB NOT NULL, PRIMARY KEY (run, step));
+CREATE TABLE events (
+    run INTEGER NOT NULL, step INTEGER NOT NULL, epoch INTEGER NOT NULL, kind TEXT NOT NULL, graph TEXT, reason TEXT,
+    PRIMARY KEY (run, step, kind));
+"""
+FINISHED = ("done", "diverged")
+
+
+@dataclass(frozen=True)
+class ProfileRow:
+    step: int
+    epoch: int
+    consensus_distance: float
+    bytes: int
+    norms: np.ndarray  # float32 [replicas, tensors]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One cell of the grid as the store knows it. Numbers are None until the run is finished."""
+
+    id: int
+    method: str
+    replicas: int
+    seed: int
+    status: str
+    message: str | None
+    backend: str | None
+    threads: int | None
+    tensors: tuple[str, ...]
+    steps: int | None
+    value: float | None
+    value_mean: float | None
+    value_worst: float | None
+    value_train: float | None
+    bytes: int | None
+    seconds: float | None
+    consensus_distance: float | None
+
+
+class Store:
+    def __init__(self, path: Path) -> None:
+        """Open an existing store."""
+        if not path.is_file():
+            raise GossamerError(
+                f"there is no DBench output in {path.parent} (no {path.name}); make one with: gossamer bench quickstart"
+            )
+        self.path = path
+        with self._clear_errors():
+            self._db = sqlite3.connect(path, timeout=60, isolation_level=None)
+            application, version = (
+                self._db.execute(f"PRAGMA {key}").fetchone()[0] for key in ("application_id", "user_version")
+            )
+            if application != _APPLICATION:
+                raise GossamerError(f"{path} is not a DBench store, but some other SQLite file")
+            if version != _VERSION:
+                raise GossamerError(
+                    f"{path} has schema version {version}; this Gossamer reads version {_VERSION}: use the one that made it"
+                )
+            self._db.execute("PRAGMA synchronous = NORMAL")
+
+    @classmethod
+    def create(cls, path: Path, spec: Spec, metric: tuple[str, bool], machine: dict[str, Any]) -> Store:
+        """A new store for this spec, or the existing one if it is for the same spec. ``metric``: its name, higher is better."""
+        if not path.exists():
+            with _clear_errors(path):
+                # Made under another name and moved, so that a kill in between leaves no half-made store.
+                new = path.with_suffix(".new")
+                for leftover in (new, *path.parent.glob(new.name + "-*")):
+                    leftover.unlink(missing_ok=True)
+                db = sqlite3.connect(new, isolation_level=None)
+                db.executescript(_SCHEMA)
+                db.execute(f"PRAGMA application_id = {_APPLICATION}")
+                db.execute(f"PRAGMA user_version = {_VERSION}")
+                meta = {
+                    "spec": spec.model_dump(mode="json"),
+                    "machine": machine,
+                    "metric": {"name": metric[0], "higher_is_better": metric[1]},
+                }
+                db.executemany("INSERT INTO meta VALUES (?, ?)", [(key, json.dumps(value)) for key, value in meta.items()])
+                cells = [(cell.method, cell.replicas, cell.seed) for cell in spec.cells()]
+                db.executemany("INSERT INTO runs (method, replicas, seed, status) VALUES (?, ?, ?, 'pending')", cells)
+                db.close()
+                new.rename(path)
+                with contextlib.closing(sqlite3.connect(path)) as fresh:
+                    fresh.execute("PRAGMA journal_mode = WAL")
+        store = cls(path)
+        found = differences(store.meta("spec"), spec.model_dump(mode="json"))
+        if found:
+            raise GossamerError(f"{path.parent} holds results of another spec ({'; '.join(found)}); choose another --out")
+        return store
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextlib.contextmanager
+    def _clear_errors(self) -> Iterator[None]:
+        with _clear_errors(self.path):
+            yield
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._clear_errors():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):
+                    self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+    def _query(self, sql: str, *arguments: Any) -> list[tuple[Any, ...]]:
+        with self._clear_errors():
+            return self._db.execute(sql, arguments).fetchall()
+
+    # --- Reading ---------------------------------------------------------------------------------------------------------
+
+    def meta(self, key: str) -> Any:
+        found = self._query("SELECT value FROM meta WHERE key = ?", key)
+        return json.loads(found[0][0]) if found else None
+
+    def spec(self) -> Spec:
+        return build(self.meta("spec"), str(self.path))
+
+    def runs(self) -> list[Run]:
+        columns = ", ".join(Run.__dataclass_fields__)
+        rows = self._query(f"SELECT {columns} FROM runs ORDER BY id")
+        named = [dict(zip(Run.__dataclass_fields__, row, strict=True)) for row in rows]
+        return [Run(**(row | {"tensors": tuple(json.loads(row["tensors"] or "[]"))})) for row in named]
+
+    def epochs(self, run: int) -> list[EpochRecord]:
+        columns = ", ".join(EpochRecord.__dataclass_fields__)
+        return [EpochRecord(*row) for row in self._query(f"SELECT {columns} FROM epochs WHERE run = ? ORDER BY epoch", run)]
+
+    def profiles(self, run: Run) -> list[ProfileRow]:
+        rows = self._query(
+            "SELECT step, epoch, consensus_distance, bytes, norms FROM profiles WHERE run = ? ORDER BY step", run.id
+        )
+        return [
+            ProfileRow(step, epoch, distance, received, _unpacked(blob, run.replicas))
+            for step, epoch, distance, received, blob in rows
+        ]
+
+    def changes(self, run: int) -> list[Change]:
+        return [
+            Change(*row)
+            for row in self._query(
+                "SELECT step, epoch, graph, reason FROM events WHERE run = ? AND kind = 'graph' ORDER BY step", run
+            )
+        ]
+
+    def find(self, cell: Cell) -> Run:
+        return next(
+            run for run in self.runs() if (run.method, run.replicas, run.seed) == (cell.method, cell.replicas, cell.seed)
+        )
+
+    # --- Writing ---------------------------------------------------------------------------------------------------------
+
+    def set_meta(self, key: str, value: Any) -> None:
+        with self._transaction() as db:
+            db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
+
+    def begin(self, run: int, backend: str, threads: int, tensors: Sequence[str]) -> None:
+        """The run starts from its first step: nothing of an earlier try stays."""
+        with self._transaction() as db:
+            for table in ("epochs", "profiles", "events"):
+                db.execute(f"DELETE FROM {table} WHERE run = ?", (run,))
+            db.execute(
+                "UPDATE runs SET status = 'running', message = NULL, backend = ?, threads = ?, tensors = ? WHERE id = ?",
+                (backend, threads, json.dumps(list(tensors)), run),
+            )
+
+    def add(self, run: int, profiles: Sequence[Profile], epochs: Sequence[EpochRecord], changes: Sequence[Change]) -> None:
+        with self._transaction() as db:
+            _add(db, run, profiles, epochs, changes)
+
+    def finish(
+        self, run: int, status: str, message: str | None, numbers: dict[str, float | int | None], rest: tuple[Any, Any, Any]
+    ) -> None:
+        """The last rows and the result in one transaction: a run is finished whole or not at all."""
+        with self._transaction() as db:
+            _add(db, run, *rest)
+            columns = ", ".join(f"{name} = ?" for name in numbers)
+            db.execute(
+                f"UPDATE runs SET status = ?, message = ?, {columns} WHERE id = ?", (status, message, *numbers.values(), run)
+            )
+
+
+def _add(
+    db: sqlite3.Connection, run: int, profiles: Sequence[Profile], epochs: Sequence[EpochRecord], changes: Sequence[Change]
+) -> None:
+    blobs = [(run, p.step, p.epoch, p.consensus_distance, p.bytes, _packed(p)) for p in profiles]
+    db.executemany("INSERT OR REPLACE INTO profiles VALUES (?, ?, ?, ?, ?, ?)", blobs)
+    columns = ", ".join(EpochRecord.__dataclass_fields__)
+    marks = ", ".join("?" * (1 + len(EpochRecord.__dataclass_fields__)))
+    db.executemany(f"INSERT OR REPLACE INTO epochs (run, {columns}) VALUES ({marks})", [(run, *astuple(e)) for e in epochs])
+    events = [(run, c.step, c.epoch, "graph", c.graph, c.reason) for c in changes]
+    db.executemany("INSERT OR REPLACE INTO events VALUES (?, ?, ?, ?, ?, ?)", events)
+
+
+def _packed(profile: Profile) -> bytes:
+    return zlib.compress(profile.norms.numpy().astype("<f4").tobytes(), level=1)
+
+
+def _unpacked(blob: bytes, replicas: int) -> np.ndarray:
+    return np.frombuffer(zlib.decompress(blob), dtype="<f4").reshape(replicas, -1)
+
+
+@contextlib.contextmanager
+def _clear_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        text = str(error)
+        if "full" in text or "disk I/O" in text:
+            raise GossamerError(
+                f"{path} can't be written: {text}; finished runs are kept, free some space and run the same command again"
+            ) from None
+        if "unable to open" in text or "readonly" in text:
+            raise GossamerError(f"{path} can't be opened for writing: {text}") from None
+        raise GossamerError(f"{path} is damaged or not a DBench store: {text}") from None
