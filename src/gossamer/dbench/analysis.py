@@ -197,7 +197,7 @@ def correlation(runs: Sequence[RunData], n: int, of: Callable[[RunData], float],
         x = [of(r) for r in cell]
         y = [-math.inf if r.value is None else sign * r.value for r in cell]
         found.append(_spearman(x, y))
-    return estimate(found)
+    return _within_one(estimate(found))
 
 
 def metric_against_connections(runs: Sequence[RunData], n: int, higher_is_better: bool = True) -> Estimate:
@@ -265,7 +265,12 @@ def metric_against_rank(runs: Sequence[RunData], n: int, measure: str, higher_is
         cell = [select(runs, method, n, seed)[0] for method in ranks]
         y = [-math.inf if r.value is None else sign * r.value for r in cell]
         found.append(_spearman([float(rank.mean()) for rank in ranks.values()], y))
-    return estimate(found)
+    return _within_one(estimate(found))
+
+
+def _within_one(rho: Estimate) -> Estimate:
+    """A t-interval knows nothing of the bounds of a correlation."""
+    return Estimate(rho.mean, max(-1.0, rho.low), min(1.0, rho.high), rho.seeds) if rho.low == rho.low else rho
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool) -> lis
                 "Base-10 logarithm of the Gini coefficient, mean over seeds.",
                 {"method": [m for m in ranked if not _is_centralized(runs, m)] or ranked, "replicas": sizes},
                 lambda m, n: _tensors(runs, m, int(n)),
-                Axes("step", ""),
+                Axes("step", "", names=True),
             ),
         ]
     if any(len(r.changes) > 1 for r in runs):
@@ -139,6 +139,7 @@ class Axes:
     y: str
     xlog: bool = False
     ylog: bool = False
+    names: bool = False  # the y axis has names, not numbers
 
 
 def _figure(
@@ -146,7 +147,11 @@ def _figure(
 ) -> Figure:
     layout = {
         "xaxis": {"title": {"text": axes.x}, "type": "log" if axes.xlog else "linear"},
-        "yaxis": {"title": {"text": axes.y}, "type": "log" if axes.ylog else "linear", "automargin": True},
+        "yaxis": {
+            "title": {"text": axes.y},
+            "type": "category" if axes.names else "log" if axes.ylog else "linear",
+            "automargin": True,
+        },
     }
     variants = [{"data": traces(*choice), "layout": layout} for choice in itertools.product(*selectors.values())]
     return Figure(id, title, caption, selectors, variants)

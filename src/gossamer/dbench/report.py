@@ -18,6 +18,7 @@ from gossamer.dbench import analysis
 from gossamer.dbench.analysis import RunData
 from gossamer.dbench.figures import figures
 from gossamer.dbench.findings import findings, shown
+from gossamer.dbench.spec import Spec
 from gossamer.dbench.store import FILE, FINISHED, Store
 from gossamer.errors import GossamerError
 
@@ -56,7 +57,7 @@ def page(store: Store, runs: Sequence[RunData]) -> str:
         "TABLE": _table(runs, name),
         "FINDINGS": "".join(f"<li>{html.escape(sentence)}</li>" for sentence in findings(runs, spec, name, higher)),
         "ADA": _pictures(runs),
-        "SPEC": html.escape(json.dumps(spec.model_dump(mode="json", exclude_defaults=True), indent=2, ensure_ascii=False)),
+        "SPEC": html.escape(_spec(spec)),
         "MACHINE": _machine(store, runs),
         # "</" would end the script element early, wherever it stood in a name.
         "DATA": json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("</", "<\\/"),
@@ -66,6 +67,19 @@ def page(store: Store, runs: Sequence[RunData]) -> str:
     for key, value in parts.items():
         text = text.replace(f"@@{key}@@", value)
     return text
+
+
+def _spec(spec: Spec) -> str:
+    """What the spec says, one line per key; defaults are left out."""
+    lines = []
+    for key, value in spec.model_dump(mode="json", exclude_defaults=True).items():
+        if key == "methods":
+            value = [item["name"] if set(item) == {"name"} else item for item in value]
+        if isinstance(value, dict):
+            lines += [f"{key}.{inner} = {json.dumps(item, ensure_ascii=False)}" for inner, item in value.items()]
+        else:
+            lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}")
+    return "\n".join(lines)
 
 
 def _table(runs: Sequence[RunData], metric: str) -> str:
@@ -87,9 +101,10 @@ def _table(runs: Sequence[RunData], metric: str) -> str:
         rows.append(f"<tr><th>{html.escape(method)}</th>{''.join(cells)}<td>{worst}</td><td>{received}</td></tr>")
     largest = f"n={sizes[-1]}"
     return (
-        f"<table><caption>Final {html.escape(metric)} of the averaged model on test data, mean ± 95 % interval over seeds</caption>"
-        f"<thead><tr><th>method</th>{head}<th>worst replica, {largest}</th><th>MB per replica, {largest}</th></tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table>"
+        f"<p>Final {html.escape(metric)} of the averaged model on test data, mean ± 95 % interval over seeds.</p>"
+        f"<div class='scroll'><table><thead><tr><th>method</th>{head}"
+        f"<th>worst replica, {largest}</th><th>MB per replica, {largest}</th></tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 

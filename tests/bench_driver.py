@@ -1,0 +1,53 @@
+"""Runs a bench in this process and stops in the middle of a write, so that the test can kill it just there.
+
+    python -m tests.bench_driver SPEC OUT checkpoint|commit COUNT MARKER
+
+On the COUNT-th checkpoint (or commit) half of it is done, MARKER is written, and the process waits to be killed.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import safetensors.torch
+
+from gossamer.dbench import bench, load, store
+
+
+def main() -> None:
+    spec, out, where, count, marker = sys.argv[1:]
+    left = int(count)
+
+    def reached() -> bool:
+        nonlocal left
+        left -= 1
+        return left == 0
+
+    def wait_to_be_killed() -> None:
+        Path(marker).touch()
+        time.sleep(60)
+
+    if where == "checkpoint":
+        write = safetensors.torch.save_file
+
+        def half(tensors, name, metadata):
+            write(tensors, name, metadata=metadata)
+            if reached():
+                Path(name).write_bytes(Path(name).read_bytes()[: Path(name).stat().st_size // 2])
+                wait_to_be_killed()
+
+        safetensors.torch.save_file = half
+    else:
+        add = store._add
+
+        def uncommitted(*arguments):
+            add(*arguments)
+            if reached():
+                wait_to_be_killed()
+
+        store._add = uncommitted
+    bench(load(spec), out, jobs=1, checkpoint_seconds=0, quiet=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Analysis on small tables whose answers were worked out by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from gossamer.dbench import analysis as a
+from gossamer.dbench.findings import findings
+from gossamer.dbench.spec import load
+from gossamer.dbench.store import Run
+from gossamer.profile import MEASURES
+from gossamer.trainer import EpochRecord
+
+
+def run(method, n, seed, value, degree=2.0, dispersion=((0.4, 0.2), (0.1, 0.1)), worst=None, values=(), train=None):
+    """A finished run: two looks (steps 0 and 10) at two tensors."""
+    numbers = {"value": value, "value_mean": value, "value_worst": worst if worst is not None else value, "value_train": train}
+    made = Run(
+        0,
+        method,
+        n,
+        seed,
+        "done" if value is not None else "diverged",
+        None,
+        "loop",
+        1,
+        ("w", "b"),
+        20,
+        **numbers,
+        bytes=1000 * n,
+        seconds=1.0,
+        consensus_distance=0.1,
+    )
+    epochs = tuple(
+        EpochRecord(e, 10 * (e + 1), 0.1, 1.0, v, method, degree, 100 * (e + 1), 0.1, 1.0)
+        for e, v in enumerate(values or (0.5, value or 0.1))
+    )
+    return a.RunData(
+        made,
+        method == "centralized",
+        epochs,
+        np.array([0, 10]),
+        {m: np.array(dispersion) for m in MEASURES},
+        np.array([1.0, 0.5]),
+        (),
+    )
+
+
+def test_estimate_is_a_t_interval():
+    e = a.estimate([1.0, 2.0, 3.0])
+    assert e.mean == 2
+    assert e.half == pytest.approx(4.302653 * 1.0 / math.sqrt(3), rel=1e-5)  # t with 2 degrees of freedom, s = 1
+    assert math.isnan(a.estimate([5.0]).low)
+    assert a.estimate([5.0]).mean == 5
+    assert a.estimate([]).seeds == 0
+    assert a.estimate([1.0, math.nan, 3.0]).seeds == 2
+    assert a.estimate([0.1, 0.1, 0.1]).above_zero()
+    assert not a.estimate([-1.0, 1.0]).above_zero()
+
+
+RUNS = [
+    run("centralized", 8, 0, 0.9, 7, ((0, 0), (0, 0)), train=0.95),
+    run("ring", 8, 0, 0.5, 2, ((0.4, 0.2), (0.3, 0.3)), worst=0.4, train=0.5),
+    run("torus", 8, 0, 0.7, 3, ((0.3, 0.1), (0.2, 0.2)), train=0.8),
+    run("complete", 8, 0, 0.9, 7, ((0.1, 0.3), (0.1, 0.1)), train=0.9),
+    run("centralized", 8, 1, 0.8, 7, ((0, 0), (0, 0))),
+    run("ring", 8, 1, 0.6, 2, ((0.4, 0.2), (0.3, 0.3)), worst=0.3),
+    run("torus", 8, 1, None, 3, ((0.3, 0.1), (0.2, 0.2))),
+    run("complete", 8, 1, 0.8, 7, ((0.1, 0.3), (0.1, 0.1))),
+]
+
+
+def test_finals():
+    found = {f.method: f for f in a.finals(RUNS)}
+    assert found["ring"].value.mean == pytest.approx(0.55)
+    assert found["ring"].worst_replica.mean == pytest.approx(0.35)
+    assert found["torus"].value.mean == pytest.approx(0.7)
+    assert found["torus"].diverged == 1
+    assert found["ring"].connections == 2
+    assert found["ring"].bytes == 8000
+    assert found["torus"].gap.mean == pytest.approx(0.1)
+    assert a.finals(RUNS, higher_is_better=False)[2].gap.mean == pytest.approx(-0.1)
+
+
+def test_paired_differences_go_seed_by_seed():
+    e = a.paired_difference(RUNS, "ring", "complete", 8)
+    assert e.mean == pytest.approx((-0.4 - 0.2) / 2)
+    assert e.seeds == 2
+    assert a.paired_difference(RUNS, "torus", "complete", 8).seeds == 1  # the other seed diverged
+
+
+def test_connections_correlate_with_the_metric():
+    # Seed 0: connections 2, 3, 7 and values .5, .7, .9: ρ = 1. Seed 1: torus diverged, so values rank 2, 1, 3: ρ = 0.5.
+    assert a.metric_against_connections(RUNS, 8).mean == pytest.approx(0.75)
+    assert a.metric_against_connections(RUNS, 8, higher_is_better=False).mean != pytest.approx(0.75)
+    assert a.metric_against_connections(RUNS, 8).high == 1.0  # the interval is cut at 1
+
+
+def test_early_dispersion():
+    # The first tenth holds the first look only: ring (.4+.2)/2 = .3, torus .2, complete .2. Ranks 3, 1.5, 1.5.
+    assert RUNS[1].early("gini") == pytest.approx(0.3)
+    # Seed 0 against .5, .7, .9 (ranks 1, 2, 3): ρ of (3, 1.5, 1.5) and (1, 2, 3) is -√3/2. Seed 1, ranks (2, 1, 3): 0.
+    assert a.metric_against_early_dispersion(RUNS, 8, "gini").mean == pytest.approx((-math.sqrt(3) / 2 + 0) / 2, abs=1e-6)
+
+
+def test_ranks_by_hand():
+    steps, ranks = a.ranks_over_time(RUNS, 8, "gini")
+    assert steps.tolist() == [0, 10]
+    # Step 0, tensor w: ring .4, torus .3, complete .1 → 3, 2, 1; tensor b: .2, .1, .3 → 2, 1, 3. Means 2.5, 1.5, 2.
+    assert {m: r.tolist() for m, r in ranks.items()} == {"ring": [2.5, 3], "torus": [1.5, 2], "complete": [2, 1]}
+    # Mean ranks over time 2.75, 1.75, 1.5 against .5, .7, .9: ρ = -1; against seed 1's order 2, 1, 3: ρ = -0.5.
+    assert a.metric_against_rank(RUNS, 8, "gini").mean == pytest.approx((-1 + -0.5) / 2)
+
+
+def test_dispersion_over_time():
+    curve = a.dispersion_over_time(RUNS, "ring", 8, "cv")
+    assert curve.steps.tolist() == [0, 10]
+    assert curve.mean.tolist() == pytest.approx([0.3, 0.3])
+    assert len(a.dispersion_over_time(RUNS, "ring", 99, "cv").steps) == 0
+
+
+def test_to_target():
+    runs = [run("ring", 4, 0, 0.9, values=(0.2, 0.6, 0.9)), run("ring", 4, 1, 0.5, values=(0.2, 0.3, 0.5))]
+    (found,) = a.to_target(runs, 0.6)
+    assert (found.epochs.mean, found.bytes.mean, found.reached, found.seeds) == (2, 200, 1, 2)
+    (found,) = a.to_target(runs, 0.25, higher_is_better=False)
+    assert (found.epochs.mean, found.reached) == (1, 2)
+
+
+def test_sentences_claim_only_what_intervals_support():
+    spec = load("quickstart")
+    text = " ".join(findings(RUNS, spec, "accuracy", True))
+    assert "1 of 8 runs diverged (torus at n=8)" in text
+    assert "not ranked" in text
+    assert "“More connections, better results”: not supported by these seeds" in text  # the interval holds 0
+    strong = [
+        run(m, 8, s, v + s / 1000, d)
+        for s in range(3)
+        for m, v, d in (("ring", 0.5, 2), ("torus", 0.7, 3), ("complete", 0.9, 7))
+    ]
+    text = " ".join(findings(strong, spec, "accuracy", True))
+    assert "“More connections, better results”: supported (Spearman's ρ = +1.00" in text
+    assert "Below complete at n=8, seed by seed: ring (-0.400" in text
+    one = [r for r in strong if r.run.seed == 0]
+    text = " ".join(findings(one, spec, "accuracy", True))
+    assert "one seed only" in text
+    assert "supported (" not in text
+    assert findings([], spec, "accuracy", True) == ["No run is finished yet."]

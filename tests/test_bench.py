@@ -1,0 +1,317 @@
+"""The bench: results, resume after real SIGKILLs, one writer at a time, and what goes wrong."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gossamer.dbench import bench
+from gossamer.dbench import spec as specs
+from gossamer.dbench.results import as_csv, results
+from gossamer.dbench.store import FILE, Store
+from gossamer.errors import GossamerError
+from tests.models import task
+
+SPEC = """
+name = "small"
+replicas = [4, 8]
+methods = ["centralized", "ring", "ada"]
+seeds = [0, 1, 2]
+backend = "tape"
+
+[task]
+name = "digits/mlp"
+epochs = 6
+batch = 8
+
+[optimizer]
+lr = 0.3
+options = { momentum = 0.9 }
+
+[profile]
+every = 5
+"""
+ROOT = Path(__file__).parent.parent
+
+
+def gossamer(*arguments, **more):
+    return subprocess.run(
+        [sys.executable, "-m", "gossamer", *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, timeout=200, **more
+    )
+
+
+@pytest.fixture(scope="module")
+def spec_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("spec") / "small.toml"
+    path.write_text(SPEC)
+    return path
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(spec_file, tmp_path_factory):
+    """One whole run of the grid, by the command line with two jobs."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    done = gossamer("bench", spec_file, "--out", out, "--jobs", 2)
+    assert done.returncode == 0, done.stderr
+    assert f"18 of 18 runs are finished. The report: {out / 'report.html'}" in done.stdout
+    return out
+
+
+def comparable(out):
+    """What `results --json` says, but for seconds."""
+    answer = gossamer("results", out, "--json")
+    assert answer.returncode == 0, answer.stderr
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in json.loads(answer.stdout)]
+
+
+def test_results_have_the_documented_keys(uninterrupted):
+    rows = comparable(uninterrupted)
+    assert len(rows) == 18
+    row = next(r for r in rows if (r["method"], r["replicas"], r["seed"]) == ("ada", 8, 1))
+    assert row["status"] == "done"
+    assert row["metric"] == "accuracy"
+    assert 0.5 < row["value"] <= 1
+    assert row["value_worst"] <= row["value_mean"]
+    assert row["steps"] == 22 * 6
+    assert row["bytes_per_replica"] == round(1.75 * 4 * (64 * 64 + 64 + 64 * 10 + 10)) * 132
+    assert set(row["dispersion"]) == {"at_10_percent", "at_100_percent"}
+    assert set(row["dispersion"]["at_10_percent"]) == {"gini", "iod", "cv", "qcd"}
+    central = next(r for r in rows if r["method"] == "centralized")
+    assert set(central["dispersion"]["at_100_percent"].values()) == {0.0}
+    documented = (ROOT / "docs" / "results.md").read_text()
+    assert all(f"`{key}`" in documented for key in [*row, "seconds"])
+    lines = gossamer("results", uninterrupted, "--csv").stdout.splitlines()
+    assert len(lines) == 19
+    assert "dispersion_at_10_percent_gini" in lines[0]
+
+
+def test_the_store_keeps_history_profiles_events_and_machine(uninterrupted):
+    store = Store(uninterrupted / FILE)
+    run = store.find(specs.Cell("ada", 8, 0))
+    assert [e.epoch for e in store.epochs(run.id)] == list(range(6))
+    looks = store.profiles(run)
+    assert [p.step for p in looks] == list(range(0, 132, 5))
+    assert looks[3].norms.shape == (8, 4)
+    assert run.tensors == ("1.weight", "3.weight", "1.bias", "3.bias")
+    assert store.changes(run.id)[0].graph == "complete"
+    assert len(store.changes(run.id)) > 2
+    assert store.meta("machine")["torch"] == torch.__version__
+    assert {"cpu", "cores", "git", "python"} <= set(store.meta("machine"))
+    assert run.backend == "tape"
+    assert run.threads == 1
+    assert list((uninterrupted / "checkpoints").iterdir()) == []
+
+
+def test_jobs_do_not_change_results(spec_file, uninterrupted, tmp_path):
+    bench(specs.load(spec_file), tmp_path / "out", jobs=1, quiet=True)
+    assert comparable(tmp_path / "out") == comparable(uninterrupted)
+
+
+def test_finished_runs_are_not_repeated_and_a_changed_spec_is_refused(spec_file, uninterrupted, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(uninterrupted, out)
+    before = (out / FILE).read_bytes()
+    again = gossamer("bench", spec_file, "--out", out)
+    assert again.returncode == 0
+    assert "18 of 18 runs are already there" in again.stderr
+    assert (out / FILE).read_bytes() == before
+    other = tmp_path / "other.toml"
+    other.write_text(SPEC.replace("lr = 0.3", "lr = 0.4"))
+    refused = gossamer("bench", other, "--out", out)
+    assert refused.returncode == 2
+    assert "optimizer.lr: 0.3 there, 0.4 here" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_killed_ten_times_and_rerun_gives_the_same_results(spec_file, uninterrupted, tmp_path):
+    """Five kills in the middle of a write, five at random moments; then the command is given once more."""
+    out, marker = tmp_path / "out", tmp_path / "marker"
+    chance = random.Random(5)
+    for where, count in (("checkpoint", 2), ("commit", 3), ("checkpoint", 5), ("commit", 8), ("checkpoint", 4)):
+        driver = [sys.executable, "-m", "tests.bench_driver", spec_file, out, where, str(count), marker]
+        process = subprocess.Popen(list(map(str, driver)), cwd=ROOT)
+        deadline = time.monotonic() + 120
+        while not marker.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert process.poll() is None, "the bench ended before it was killed"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        marker.unlink()
+    kills = 0
+    for _ in range(5):
+        command = [
+            sys.executable,
+            "-m",
+            "gossamer",
+            "bench",
+            str(spec_file),
+            "--out",
+            str(out),
+            "--jobs",
+            "2",
+            "--checkpoint-seconds",
+            "0",
+        ]
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        process.stderr.readline()  # "k of 18 runs are already there", or the first finished run
+        time.sleep(chance.uniform(0.0, 4.0))
+        kills += process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert kills >= 3
+    last = gossamer("bench", spec_file, "--out", out)
+    assert last.returncode == 0, last.stderr
+    assert comparable(out) == comparable(uninterrupted)
+    assert sqlite3.connect(out / FILE).execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_ctrl_c_saves_and_the_next_call_goes_on(spec_file, uninterrupted, tmp_path):
+    out = tmp_path / "out"
+    for jobs in ("1", "2"):
+        command = [sys.executable, "-m", "gossamer", "bench", str(spec_file), "--out", str(out), "--jobs", jobs]
+        process = subprocess.Popen(
+            command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        process.stderr.readline()
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 130, errors
+        assert "Give the same command again to go on" in errors
+        assert "Traceback" not in errors
+    assert gossamer("bench", spec_file, "--out", out).returncode == 0
+    assert comparable(out) == comparable(uninterrupted)
+
+
+def test_a_second_bench_on_the_same_folder_is_refused_with_the_pid(spec_file, tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "gossamer", "bench", str(spec_file), "--out", str(out), "--jobs", "1"]
+    first = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    first.stderr.readline()
+    second = gossamer("bench", spec_file, "--out", out)
+    assert second.returncode == 2
+    assert f"another gossamer bench (pid {first.pid}) is writing to" in second.stderr
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert Store(out / FILE).meta("spec")["name"] == "small"
+
+
+def test_workers_end_when_the_bench_is_killed(spec_file, tmp_path):
+    command = [sys.executable, "-m", "gossamer", "bench", str(spec_file), "--out", str(tmp_path / "out"), "--jobs", "2"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process.stderr.readline()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) >= 2
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 10
+    while any(
+        Path(f"/proc/{child}/status").exists() and "zombie" not in Path(f"/proc/{child}/status").read_text()
+        for child in children
+    ):
+        assert time.monotonic() < deadline, "a worker outlived the bench"
+        time.sleep(0.05)
+
+
+def test_a_full_disk_is_named_and_finished_runs_are_kept(uninterrupted, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(uninterrupted, out)
+    store = Store(out / FILE)
+    store._db.execute(
+        f"PRAGMA max_page_count = {store._db.execute('PRAGMA page_count').fetchone()[0]}"
+    )  # as if no page were left
+    with pytest.raises(GossamerError, match="disk is full; finished runs are kept"):
+        store.set_meta("filler", "x" * 10_000_000)
+    assert len([r for r in store.runs() if r.status == "done"]) == 18
+
+
+def test_own_task_from_python(tmp_path):
+    raw = {
+        "name": "mine",
+        "replicas": [4],
+        "methods": ["centralized", "ring", {"name": "wild", "graph": "ring", "lr": 1e9}],
+        "task": {"name": "digits/mlp", "epochs": 3, "batch": 8},
+    }
+    outcome = bench(specs.build(raw), tmp_path, task=task(), quiet=True)
+    assert outcome.complete
+    rows = {row["method"]: row for row in results(Store(tmp_path / FILE))}
+    assert rows["ring"]["value"] > 0.1
+    assert rows["wild"]["status"] == "diverged"
+    assert rows["wild"]["value"] is None
+    assert "replica" in rows["wild"]["message"]
+    assert as_csv(list(rows.values())).count("\n") == 4
+
+
+def test_auto_is_timed_once_per_scale_and_kept(tmp_path):
+    raw = {
+        "name": "auto",
+        "replicas": [3],
+        "methods": ["ring", "complete"],
+        "task": {"name": "digits/mlp", "epochs": 1, "batch": 50},
+    }
+    bench(specs.build(raw), tmp_path, task=task(), quiet=True)
+    store = Store(tmp_path / FILE)
+    assert {run.backend for run in store.runs()} == {store.meta("backend:3")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "nonsense"], "there is no spec 'nonsense'"),
+        (["bench", "quickstart", "--out", "/proc/nowhere"], "can't be made"),
+        (["bench", "quickstart", "--jobs", "0"], "jobs=0 is out of range"),
+        (["report", "EMPTY"], "there is no DBench output in"),
+        (["results", "EMPTY"], "there is no DBench output in"),
+        (["compare", "EMPTY", "EMPTY"], "there is no DBench output in"),
+        (["report", "CORRUPT"], "is damaged or not a DBench store"),
+        (["results", "FOREIGN"], "is not a DBench store, but some other SQLite file"),
+        (["results", "OLD"], "has schema version 0; this Gossamer reads version 1"),
+        (["report", "UNFINISHED"], "no finished run yet"),
+        (["graph", "rnig"], "did you mean 'ring'"),
+        (["graph", "torus", "-n", "7"], "n=7 is prime"),
+        (["bench", "NO_DATA"], "Fashion-MNIST is not in .*; install Debian's package"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(arguments, message, tmp_path):
+    for name in ("EMPTY", "CORRUPT", "FOREIGN", "OLD", "UNFINISHED"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "CORRUPT" / FILE).write_bytes(b"SQLite format 3\0" + b"garbage" * 300)
+    sqlite3.connect(tmp_path / "FOREIGN" / FILE).execute("CREATE TABLE t (x)")
+    sqlite3.connect(tmp_path / "OLD" / FILE).executescript(f"PRAGMA application_id = {0x676F7373}; CREATE TABLE t (x)")
+    Store.create(tmp_path / "UNFINISHED" / FILE, specs.parse(SPEC), ("accuracy", True), {}).close()
+    (tmp_path / "NO_DATA").write_text(SPEC.replace('"digits/mlp"', f'"fashion-mnist/mlp"\ndata = "{tmp_path}"'))
+    done = gossamer(*[tmp_path / a if a.isupper() else a for a in arguments])
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert re.search(message, done.stderr)
+
+
+def test_compare_tells_noise_from_difference(uninterrupted, tmp_path):
+    same = gossamer("compare", uninterrupted, uninterrupted, env=os.environ | {"COLUMNS": "200"})
+    assert same.stdout.count("identical") == 6
+    assert "same machine and versions" in same.stdout
+    worse = tmp_path / "worse"
+    shutil.copytree(uninterrupted, worse)
+    db = sqlite3.connect(worse / FILE)
+    db.execute("UPDATE runs SET value = value - 0.2 - seed / 1000.0 WHERE method = 'ring'")
+    db.execute("UPDATE runs SET value = value + 0.01 * (seed - 1) WHERE method = 'ada'")
+    db.commit()
+    text = gossamer("compare", uninterrupted, worse, env=os.environ | {"COLUMNS": "200"}).stdout
+    assert text.count("differs") == 2
+    assert text.count("within noise") == 2
+
+
+def test_graph_command_prints_and_draws(tmp_path):
+    done = gossamer("graph", "one-peer-exponential", "-n", "8", "--picture", tmp_path / "g.svg")
+    assert done.returncode == 0
+    assert "1 model sizes per replica" in done.stdout
+    assert (tmp_path / "g.svg").read_text().count("<circle") == 8

@@ -1,0 +1,156 @@
+"""The report in a real browser: drawn from the store, nothing fetched, no errors, and it fits a phone."""
+
+import json
+import os
+import shutil
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import Select
+
+from gossamer.dbench import analysis, bench
+from gossamer.dbench import spec as specs
+from gossamer.dbench.report import write
+from gossamer.dbench.store import FILE, Store
+
+CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+DRIVER = shutil.which("chromedriver")
+FIGURES = {"epochs", "connections", "scale", "bytes", "dispersion", "ranks", "early", "tensors", "degree"}
+# Without a browser there is nothing to test with; CI installs one, and there a missing browser is a failure.
+needs_browser = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER) and not os.environ.get("CI"), reason="no chromium and chromedriver on this machine"
+)
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    raw = {
+        "name": "a <b> & </script>",
+        "replicas": [4, 8],
+        "methods": ["centralized", "ring", "complete", "ada", {"name": "wild", "graph": "ring", "lr": 1e9}],
+        "seeds": [0, 1],
+        "backend": "tape",
+        "task": {"name": "digits/mlp", "epochs": 5, "batch": 16},
+        "optimizer": {"lr": 0.3},
+        "profile": {"every": 3},
+        "target": {"value": 0.5},
+    }
+    out = tmp_path_factory.mktemp("report")
+    bench(specs.build(raw), out, jobs=1, quiet=True)
+    write(out)
+    return out
+
+
+@pytest.fixture
+def browser(tmp_path):
+    options = Options()
+    options.binary_location = CHROMIUM or ""
+    flags = "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync"
+    for flag in [*flags.split(), f"--user-data-dir={tmp_path / 'profile'}"]:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+def open_page(driver, output, width=1200):
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    driver.get(f"file://{output / 'report.html'}")
+    assert driver.find_element(By.TAG_NAME, "html").get_attribute("data-ready") == "yes"
+
+
+def plotted(driver, figure):
+    """What plotly holds for a figure: {name: (x, y)}."""
+    script = "return document.getElementById(arguments[0]).data.map(t => [t.name || t.type, t.x, t.y, t.z])"
+    return {name: (x, y, z) for name, x, y, z in driver.execute_script(script, figure)}
+
+
+@needs_browser
+def test_the_page_draws_everything_and_fetches_nothing(browser, output):
+    open_page(browser, output)
+    assert [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    fetched = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    assert f"file://{output / 'report.html'}" in fetched
+    assert {url.partition(":")[0] for url in fetched} <= {"file", "data", "blob", "chrome-extension"}, fetched
+    drawn = {
+        p.get_attribute("id")
+        for p in browser.find_elements(By.CSS_SELECTOR, ".plot")
+        if p.find_elements(By.CSS_SELECTOR, ".main-svg")
+    }
+    assert drawn == FIGURES
+    for figure in FIGURES - {"tensors"}:
+        shapes = browser.execute_script(
+            "return document.getElementById(arguments[0]).querySelectorAll('.trace path').length", figure
+        )
+        assert shapes > 0, figure
+    assert browser.title == "DBench: a <b> & </script>"
+    assert len(browser.find_elements(By.CSS_SELECTOR, ".row svg")) == 3
+    assert "2 diverged" in browser.find_element(By.TAG_NAME, "table").text
+    assert "4 of 20 runs diverged" in browser.find_element(By.TAG_NAME, "ul").text
+
+
+@needs_browser
+def test_plotted_points_are_those_of_the_store(browser, output):
+    open_page(browser, output)
+    runs = analysis.load(Store(output / FILE))
+    for method in ("centralized", "ring", "ada"):
+        cell = analysis.select(runs, method, 8)
+        expected = [sum(r.epochs[e].value for r in cell) / len(cell) for e in range(5)]
+        x, y, _ = plotted(browser, "epochs")[method]
+        assert x == [1, 2, 3, 4, 5]
+        assert y == pytest.approx(expected, rel=1e-4)
+        assert sorted(plotted(browser, "connections")[method][1]) == pytest.approx(sorted(r.value for r in cell), rel=1e-4)
+    curve = analysis.dispersion_over_time(runs, "ring", 8, "gini")
+    x, y, _ = plotted(browser, "dispersion")["ring"]
+    assert x == curve.steps.tolist()
+    assert y == pytest.approx(curve.mean.tolist(), rel=1e-4)
+    assert "centralized" not in plotted(browser, "ranks")
+    finals = {(f.method, f.replicas): f for f in analysis.finals(runs)}
+    x, y, _ = plotted(browser, "scale")["complete"]
+    assert y == pytest.approx([finals["complete", n].value.mean for n in (4, 8)], rel=1e-4)
+    assert "wild" not in plotted(browser, "connections")
+
+
+@needs_browser
+def test_selectors_change_what_is_drawn(browser, output):
+    open_page(browser, output)
+    before = plotted(browser, "tensors")["heatmap"][2]
+    section = browser.find_element(By.ID, "tensors").find_element(By.XPATH, "..")
+    choices = [Select(box) for box in section.find_elements(By.TAG_NAME, "select")]
+    assert [o.text for o in choices[0].options] == ["ring", "complete", "ada", "wild"]
+    choices[0].select_by_visible_text("complete")
+    after = plotted(browser, "tensors")["heatmap"][2]
+    assert after != before
+    choices[1].select_by_visible_text("4")
+    assert plotted(browser, "tensors")["heatmap"][2] != after
+    runs = analysis.load(Store(output / FILE))
+    section = browser.find_element(By.ID, "epochs").find_element(By.XPATH, "..")
+    Select(section.find_element(By.TAG_NAME, "select")).select_by_visible_text("4")
+    cell = analysis.select(runs, "ring", 4)
+    expected = [sum(r.epochs[e].value for r in cell) / 2 for e in range(5)]
+    assert plotted(browser, "epochs")["ring"][1] == pytest.approx(expected, rel=1e-4)
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_phone_in_light_and_dark(browser, output, scheme):
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+    open_page(browser, output, width=360)
+    wide, page = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+    assert (wide, page) == (360, 360)
+    colours = browser.execute_script("const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]")
+    light = sum(map(int, colours[1].removeprefix("rgb(").removesuffix(")").split(","))) > 380
+    assert light == (scheme == "light")
+
+
+def test_the_page_is_safe_text(output):
+    text = (output / "report.html").read_text()
+    assert "a &lt;b&gt; &amp; &lt;/script&gt;" in text
+    assert text.count("@@") <= text.count("@@", text.index("<script>"))
+    assert (output / "report.html").stat().st_size < 12e6
