@@ -6,8 +6,8 @@ READY := $(VENV)/.ready
 
 .PHONY: demo test lint bench clean
 
-demo: $(READY)  ## train six graphs on embedded data and print how they compare
-	$(BIN)/python examples/compare_graphs.py digits
+demo: $(READY)  ## DBench's quickstart on embedded data; ends with the path of a report to open in a browser
+	$(BIN)/gossamer bench quickstart --out runs/quickstart
 
 test: $(READY)  ## everything that is checked automatically
 	$(BIN)/python -m pytest -n 2
@@ -20,6 +20,7 @@ lint: $(READY)  ## style and types
 bench: $(READY)  ## the benchmarks, with the bars that they must meet
 	$(BIN)/python -m benchmarks.mixing
 	$(BIN)/python -m benchmarks.replicas
+	$(BIN)/python -m benchmarks.dbench
 
 # torch first and by exact version: a range would fetch the newest build, with gigabytes of GPU libraries.
 $(READY): pyproject.toml constraints.txt

@@ -266,17 +266,20 @@ def parse(text: str, where: str = "spec") -> Spec:
         raw = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         raise GossamerError(f"{where} is not valid TOML: {error}") from None
-    return build(raw, where)
+    spec = build(raw, where)
+    try:
+        tasks.check(spec.task.name)
+    except GossamerError as error:
+        raise GossamerError(f"{where}: task.name: {error}") from None
+    return spec
 
 
 def build(raw: Mapping[str, Any], where: str = "spec") -> Spec:
+    """From plain data. ``task.name`` may be any here: that of your own Task, given to ``bench``."""
     try:
         spec = Spec.model_validate(raw)
-        tasks.check(spec.task.name)
     except ValidationError as error:
         raise GossamerError(f"{where}: " + "; ".join(_explain(fault) for fault in error.errors()[:5])) from None
-    except GossamerError as error:
-        raise GossamerError(f"{where}: task.name: {error}") from None
     spec.check()
     return spec
 

@@ -1,0 +1,32 @@
+"""The examples run as they are written."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*command):
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, cwd=ROOT, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_own_model(tmp_path):
+    path = Path(run("examples/own_model.py", tmp_path).strip().splitlines()[-1])
+    assert path == tmp_path / "report.html"
+    assert path.exists()
+    rows = json.loads(run("-m", "gossamer", "results", tmp_path, "--json"))
+    assert len(rows) == 24
+    assert all(row["status"] == "done" for row in rows)
+    assert max(row["value"] for row in rows) > 0.8
+    shown = (ROOT / "docs" / "own-model.md").read_text()
+    assert (ROOT / "examples" / "own_model.py").read_text() in shown
+
+
+def test_compare_graphs():
+    text = run("examples/compare_graphs.py", "digits", "--replicas", "6", "--epochs", "2")
+    for name in ("centralized", "D-complete", "exponential", "torus", "ring", "Ada"):
+        assert name in text
