@@ -199,6 +199,9 @@ def test_a_second_bench_on_the_same_folder_is_refused_with_the_pid(spec_file, tm
     first.stderr.readline()
     second = gossamer("bench", spec_file, "--out", out)
     assert second.returncode == 2
+    meanwhile = gossamer("results", out, "--json")  # the store can be read while the bench writes
+    assert meanwhile.returncode == 0
+    assert len(json.loads(meanwhile.stdout)) == 18
     assert f"another gossamer bench (pid {first.pid}) is writing to" in second.stderr
     first.send_signal(signal.SIGKILL)
     first.wait()
@@ -222,7 +225,28 @@ def test_workers_end_when_the_bench_is_killed(spec_file, tmp_path):
         time.sleep(0.05)
 
 
-def test_a_full_disk_is_named_and_finished_runs_are_kept(uninterrupted, tmp_path):
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk of one's own needs root")
+def test_a_full_disk_is_named_and_finished_runs_are_kept(spec_file, uninterrupted, tmp_path):
+    """A real one: a file system of 700 KB, which some runs fill. With more space, the same command finishes."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("file systems can't be mounted here")
+    try:
+        full = gossamer("bench", spec_file, "--out", disk / "out", "--jobs", 1, "--checkpoint-seconds", 0)
+        assert full.returncode == 2
+        assert "can't be written" in full.stderr
+        assert "Traceback" not in full.stderr
+        subprocess.run(["mount", "-o", "remount,size=50m", disk], check=True)
+        again = gossamer("bench", spec_file, "--out", disk / "out")
+        assert again.returncode == 0, again.stderr
+        assert int(re.search(r"(\d+) of 18 runs are already there", again.stderr).group(1)) >= 1
+        assert comparable(disk / "out") == comparable(uninterrupted)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_store_without_space_says_so(uninterrupted, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(uninterrupted, out)
     store = Store(out / FILE)
@@ -269,6 +293,7 @@ def test_auto_is_timed_once_per_scale_and_kept(tmp_path):
         (["bench", "nonsense"], "there is no spec 'nonsense'"),
         (["bench", "quickstart", "--out", "/proc/nowhere"], "can't be made"),
         (["bench", "quickstart", "--jobs", "0"], "jobs=0 is out of range"),
+        (["bench", "SMALL", "--out", "UNFINISHED", "--no-resume"], "holds results already"),
         (["report", "EMPTY"], "there is no DBench output in"),
         (["results", "EMPTY"], "there is no DBench output in"),
         (["compare", "EMPTY", "EMPTY"], "there is no DBench output in"),
@@ -288,6 +313,7 @@ def test_mistakes_are_one_line_and_exit_code_2(arguments, message, tmp_path):
     sqlite3.connect(tmp_path / "FOREIGN" / FILE).execute("CREATE TABLE t (x)")
     sqlite3.connect(tmp_path / "OLD" / FILE).executescript(f"PRAGMA application_id = {0x676F7373}; CREATE TABLE t (x)")
     Store.create(tmp_path / "UNFINISHED" / FILE, specs.parse(SPEC), ("accuracy", True), {}).close()
+    (tmp_path / "SMALL").write_text(SPEC)
     (tmp_path / "NO_DATA").write_text(SPEC.replace('"digits/mlp"', f'"fashion-mnist/mlp"\ndata = "{tmp_path}"'))
     done = gossamer(*[tmp_path / a if a.isupper() else a for a in arguments])
     assert done.returncode == 2

@@ -19,17 +19,18 @@ _FORMAT = "gossamer-checkpoint-1"
 
 def save(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
     """Written beside ``path`` and moved there in one step, so a crash leaves the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     name = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         compact = {key: tensor.contiguous() for key, tensor in tensors.items()}
         safetensors.torch.save_file(compact, name, metadata={"format": _FORMAT, "header": json.dumps(header)})
         with open(name, "rb") as file:
             os.fsync(file.fileno())
         os.replace(name, path)
-    except BaseException:
+    except (OSError, safetensors.SafetensorError) as error:
+        raise GossamerError(f"the checkpoint {path} can't be written: {error}; the one before it is kept") from None
+    finally:
         name.unlink(missing_ok=True)
-        raise
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:

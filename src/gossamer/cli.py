@@ -40,6 +40,9 @@ def bench_command(
     ] = None,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda …")] = "cpu",
     checkpoint_seconds: Annotated[float, typer.Option(help="Save the running cells about this often.")] = 10.0,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Go on with what the output folder holds, or refuse to.")
+    ] = True,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress display.")] = False,
 ) -> None:
     """Run the grid of a spec and write a report.
@@ -47,9 +50,10 @@ def bench_command(
     Finished runs are never repeated: after Ctrl-C, a crash or a power cut, give the same command again and it goes on.
     """
     read = load(spec)
-    outcome = bench(
-        read, out or Path("runs") / read.name, jobs=jobs, device=device, checkpoint_seconds=checkpoint_seconds, quiet=quiet
-    )
+    folder = out or Path("runs") / read.name
+    if not resume and (folder / FILE).exists():
+        raise GossamerError(f"{folder} holds results already, and --no-resume was given; choose another --out")
+    outcome = bench(read, folder, jobs=jobs, device=device, checkpoint_seconds=checkpoint_seconds, quiet=quiet)
     if outcome.finished:
         path = reporting.write(outcome.out)
         typer.echo(f"{outcome.finished} of {outcome.total} runs are finished. The report: {path}")
