@@ -46,7 +46,7 @@ def main() -> None:
                 wait_to_be_killed()
 
         store._add = uncommitted
-    bench(load(spec), out, jobs=1, checkpoint_seconds=0, quiet=True)
+    bench(load(spec), out, jobs=1, checkpoint_seconds=0.1, quiet=True)
 
 
 if __name__ == "__main__":

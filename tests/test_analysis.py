@@ -23,6 +23,7 @@ def run(method, n, seed, value, degree=2.0, dispersion=((0.4, 0.2), (0.1, 0.1)),
         seed,
         "done" if value is not None else "diverged",
         None,
+        "{}",
         "loop",
         1,
         ("w", "b"),
@@ -128,22 +129,40 @@ def test_to_target():
     assert (found.epochs.mean, found.reached) == (1, 2)
 
 
+FIVE = (("ring", 0.5, 2), ("torus", 0.6, 3), ("exponential", 0.7, 4), ("ada", 0.8, 5), ("complete", 0.9, 7))
+
+
 def test_sentences_claim_only_what_intervals_support():
     spec = load("quickstart")
     text = " ".join(findings(RUNS, spec, "accuracy", True))
     assert "1 of 8 runs diverged (torus at n=8)" in text
     assert "not ranked" in text
-    assert "“More connections, better results”: not supported by these seeds" in text  # the interval holds 0
-    strong = [
-        run(m, 8, s, v + s / 1000, d)
-        for s in range(3)
-        for m, v, d in (("ring", 0.5, 2), ("torus", 0.7, 3), ("complete", 0.9, 7))
-    ]
+    assert "“More connections, better results”: no verdict with fewer than 5 decentralized methods" in text
+    assert "torus (" not in text.partition("From")[0].replace("(torus at", "")  # the seed that is left would flatter it
+    strong = [run(m, 8, s, v + s / 1000, d) for s in range(3) for m, v, d in FIVE]
     text = " ".join(findings(strong, spec, "accuracy", True))
     assert "“More connections, better results”: supported (Spearman's ρ = +1.00" in text
-    assert "Below complete at n=8, seed by seed: ring (-0.400" in text
+    assert "Worse than complete at n=8, seed by seed: ring (-0.400" in text
+    mixed = [run(m, 8, s, v if s else 1.4 - v, d) for s in range(3) for m, v, d in FIVE]
+    text = " ".join(findings(mixed, spec, "accuracy", True))
+    assert "“More connections, better results”: not supported by these seeds" in text
+    assert "No difference to complete that the seeds support" in text
+    text = " ".join(findings(strong, spec, "perplexity", False))
+    assert "Better than complete at n=8, seed by seed: ring (-0.400" in text
     one = [r for r in strong if r.run.seed == 0]
     text = " ".join(findings(one, spec, "accuracy", True))
     assert "one seed only" in text
     assert "supported (" not in text
     assert findings([], spec, "accuracy", True) == ["No run is finished yet."]
+
+
+def test_a_diverged_run_ranks_last_and_leaves_the_curves_alone():
+    runs = [
+        run("ring", 4, 0, 0.5),
+        run("torus", 4, 0, None, dispersion=((0.1, 0.1), (math.nan, math.inf))),
+        run("complete", 4, 0, 0.9),
+    ]
+    _, ranks = a.ranks_over_time(runs, 4, "gini")
+    assert ranks["torus"].tolist() == [1, 3]
+    assert len(a.dispersion_over_time(runs, "torus", 4, "gini").steps) == 0
+    assert math.isnan(next(f for f in a.finals(runs) if f.method == "torus").bytes)

@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gossamer.dbench import bench
+from gossamer.apps import tasks
+from gossamer.dbench import analysis, bench
 from gossamer.dbench import spec as specs
+from gossamer.dbench.report import write
 from gossamer.dbench.results import as_csv, results
 from gossamer.dbench.store import FILE, Store
 from gossamer.errors import GossamerError
@@ -105,8 +107,8 @@ def test_the_store_keeps_history_profiles_events_and_machine(uninterrupted):
     assert run.tensors == ("1.weight", "3.weight", "1.bias", "3.bias")
     assert store.changes(run.id)[0].graph == "complete"
     assert len(store.changes(run.id)) > 2
-    assert store.meta("machine")["torch"] == torch.__version__
-    assert {"cpu", "cores", "git", "python"} <= set(store.meta("machine"))
+    assert json.loads(run.machine)["torch"] == torch.__version__
+    assert {"cpu", "cores", "git", "python", "device"} <= set(json.loads(run.machine))
     assert run.backend == "tape"
     assert run.threads == 1
     assert list((uninterrupted / "checkpoints").iterdir()) == []
@@ -175,6 +177,58 @@ def test_killed_ten_times_and_rerun_gives_the_same_results(spec_file, uninterrup
     assert sqlite3.connect(out / FILE).execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
+def test_ctrl_c_while_workers_start(spec_file, tmp_path):
+    """They import torch for seconds; an interrupt in that time must not look like a failure."""
+    command = [sys.executable, "-m", "gossamer", "bench", str(spec_file), "--out", str(tmp_path / "out"), "--jobs", "2"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while len(children.read_text().split()) < 2:
+        time.sleep(0.02)
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+
+
+def test_a_checkpoint_that_outlived_its_store_is_not_trusted(spec_file, uninterrupted, tmp_path):
+    out = tmp_path / "out"
+    command = [
+        sys.executable,
+        "-m",
+        "gossamer",
+        "bench",
+        str(spec_file),
+        "--out",
+        str(out),
+        "--jobs",
+        "1",
+        "--checkpoint-seconds",
+        "0.1",
+    ]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process.stderr.readline()
+    while not list((out / "checkpoints").glob("*.ckpt")):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    saved = next((out / "checkpoints").glob("*.ckpt"))
+    keep = saved.read_bytes()
+    for file in out.glob("dbench.sqlite*"):
+        file.unlink()
+    store = Store.create(out / FILE, specs.load(spec_file), ("accuracy", True), _shapes())
+    assert not saved.exists()  # a new store begins without old checkpoints …
+    saved.write_bytes(keep)  # … and one that turns up all the same is not resumed
+    store.close()
+    assert gossamer("bench", spec_file, "--out", out).returncode == 0
+    assert comparable(out) == comparable(uninterrupted)
+
+
+def _shapes():
+    made = tasks.make("digits/mlp")
+    return {"name": made.name, "train": [list(t.shape) for t in made.train], "test": [list(t.shape) for t in made.test]}
+
+
 def test_ctrl_c_saves_and_the_next_call_goes_on(spec_file, uninterrupted, tmp_path):
     out = tmp_path / "out"
     for jobs in ("1", "2"):
@@ -233,7 +287,7 @@ def test_a_full_disk_is_named_and_finished_runs_are_kept(spec_file, uninterrupte
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", disk], capture_output=True).returncode:
         pytest.skip("file systems can't be mounted here")
     try:
-        full = gossamer("bench", spec_file, "--out", disk / "out", "--jobs", 1, "--checkpoint-seconds", 0)
+        full = gossamer("bench", spec_file, "--out", disk / "out", "--jobs", 1, "--checkpoint-seconds", 0.1)
         assert full.returncode == 2
         assert "can't be written" in full.stderr
         assert "Traceback" not in full.stderr
@@ -275,6 +329,41 @@ def test_own_task_from_python(tmp_path):
     assert as_csv(list(rows.values())).count("\n") == 4
 
 
+def test_another_task_in_the_same_folder_is_refused(tmp_path):
+    raw = {"name": "mine", "replicas": [4], "methods": ["ring"], "task": {"name": "toy", "epochs": 1, "batch": 8}}
+    bench(specs.build(raw), tmp_path, task=task(), quiet=True)
+    with pytest.raises(GossamerError, match="results of another task .*name: 'toy' there, 'other' here"):
+        bench(specs.build(raw), tmp_path, task=task(name="other"), quiet=True)
+    with pytest.raises(GossamerError, match="results of another task .*train"):
+        bench(specs.build(raw), tmp_path, task=task(samples=320), quiet=True)
+
+
+def test_brackets_in_names_and_a_run_that_grows_out_of_bounds(tmp_path):
+    """Divergence must not depend on when checkpoints are made, and must not pass for agreement of the replicas."""
+    raw = {
+        "name": "wild",
+        "replicas": [4],
+        "methods": ["ring", "complete", {"name": "wild [/x]", "graph": "ring", "lr": 1e30}],
+        "task": {"name": "toy", "epochs": 2, "batch": 8},
+        "profile": {"every": 1},
+    }
+    rows = []
+    for seconds in (0.0, 100.0):
+        out = tmp_path / str(seconds)
+        bench(specs.build(raw), out, task=task(), checkpoint_seconds=seconds)
+        rows.append([{k: v for k, v in row.items() if k != "seconds"} for row in results(Store(out / FILE))])
+        write(out)
+        assert gossamer("results", out).returncode == 0
+    assert rows[0] == rows[1]
+    wild = rows[0][2]
+    assert wild["status"] == "diverged"
+    assert wild["connections"] == 2
+    runs = analysis.load(Store(out / FILE))
+    _, ranks = analysis.ranks_over_time(runs, 4, "gini")
+    assert ranks["wild [/x]"][-1] == 3  # last, not first
+    assert analysis.metric_against_connections(runs, 4).seeds == 1
+
+
 def test_auto_is_timed_once_per_scale_and_kept(tmp_path):
     raw = {
         "name": "auto",
@@ -301,6 +390,9 @@ def test_auto_is_timed_once_per_scale_and_kept(tmp_path):
         (["results", "FOREIGN"], "is not a DBench store, but some other SQLite file"),
         (["results", "OLD"], "has schema version 0; this Gossamer reads version 1"),
         (["report", "UNFINISHED"], "no finished run yet"),
+        (["bench", "quickstart", "--out", "FRESH", "--device", "nonsense"], "device 'nonsense' can't be used here"),
+        (["bench", "TYPO", "--out", "FRESH"], "momentun"),
+        (["bench", "GREEDY", "--out", "FRESH"], "do not split over 8 replicas × batch 1000"),
         (["graph", "rnig"], "did you mean 'ring'"),
         (["graph", "torus", "-n", "7"], "n=7 is prime"),
         (["bench", "NO_DATA"], "Fashion-MNIST is not in .*; install Debian's package"),
@@ -314,11 +406,14 @@ def test_mistakes_are_one_line_and_exit_code_2(arguments, message, tmp_path):
     sqlite3.connect(tmp_path / "OLD" / FILE).executescript(f"PRAGMA application_id = {0x676F7373}; CREATE TABLE t (x)")
     Store.create(tmp_path / "UNFINISHED" / FILE, specs.parse(SPEC), ("accuracy", True), {}).close()
     (tmp_path / "SMALL").write_text(SPEC)
+    (tmp_path / "TYPO").write_text(SPEC.replace("momentum", "momentun"))
+    (tmp_path / "GREEDY").write_text(SPEC.replace("batch = 8", "batch = 1000").replace("[4, 8]", "[8]"))
     (tmp_path / "NO_DATA").write_text(SPEC.replace('"digits/mlp"', f'"fashion-mnist/mlp"\ndata = "{tmp_path}"'))
     done = gossamer(*[tmp_path / a if a.isupper() else a for a in arguments])
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert re.search(message, done.stderr)
+    assert not (tmp_path / "FRESH" / FILE).exists()  # nothing stands in the way of the corrected command
 
 
 def test_compare_tells_noise_from_difference(uninterrupted, tmp_path):
@@ -331,9 +426,14 @@ def test_compare_tells_noise_from_difference(uninterrupted, tmp_path):
     db.execute("UPDATE runs SET value = value - 0.2 - seed / 1000.0 WHERE method = 'ring'")
     db.execute("UPDATE runs SET value = value + 0.01 * (seed - 1) WHERE method = 'ada'")
     db.commit()
+    db.execute("UPDATE runs SET status = 'diverged', value = NULL WHERE method = 'centralized' AND replicas = 4 AND seed = 2")
+    db.execute("UPDATE runs SET status = 'running' WHERE method = 'centralized' AND replicas = 8")
+    db.commit()
     text = gossamer("compare", uninterrupted, worse, env=os.environ | {"COLUMNS": "200"}).stdout
-    assert text.count("differs") == 2
+    assert text.count("differs") == 3
     assert text.count("within noise") == 2
+    assert "differs: 0 diverged in A, 1 in B" in text
+    assert "not finished in B" in text
 
 
 def test_graph_command_prints_and_draws(tmp_path):

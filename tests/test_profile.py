@@ -40,6 +40,12 @@ def test_zeros_and_constants_give_zero_not_nan():
             assert measure.tolist() == [0, 0]
 
 
+def test_norms_that_are_not_finite_are_no_agreement():
+    for bad in (float("inf"), float("nan")):
+        for values in ([bad, bad, bad], [1.0, bad, 2.0]):
+            assert all(torch.isnan(m).all() for m in profile.dispersion(torch.tensor([values]).T).values())
+
+
 def test_known_values():
     got = profile.dispersion(torch.tensor([1.0, 2.0, 3.0, 4.0]))
     assert float(got["gini"]) == pytest.approx(0.25)

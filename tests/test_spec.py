@@ -100,6 +100,9 @@ BAD = [
     (changed("lr = 0.01", "lr = -1.0"), "optimizer.lr: .*greater than 0"),
     (changed("lr = 0.01", "lr = nan"), "optimizer.lr"),
     (changed('"step-decay"', '"cosine"'), "learning_rate.shape: "),
+    (changed('shape = "step-decay"', 'shape = "inverse-sqrt"\nwarmup = inf'), "learning_rate.warmup: "),
+    (changed("[0, 1]", "[9223372036854775808]"), "seeds: .*from 0 to 2"),
+    (changed('backend = "loop"', 'algorithm = "allreduce"'), "algorithm: .*for the method 'centralized' only"),
     (changed('"linear"', '"cubic"'), "learning_rate.scaling: "),
     (changed('"loop"', '"magic"'), "backend: .*'magic' is not known"),
     (changed("lr = 0.2, ", "speed = 2, "), "methods.2.speed is not a known key"),
@@ -147,7 +150,8 @@ def test_any_damage_to_a_good_spec_is_a_spec_or_a_clear_error(data):
             raw if data.draw(st.booleans()) else raw[data.draw(st.sampled_from([k for k in raw if isinstance(raw[k], dict)]))]
         )
         if isinstance(owner, dict) and owner:
-            owner[data.draw(st.sampled_from(sorted(owner)) | st.text(max_size=8))] = data.draw(ANYTHING)
+            words = st.sampled_from(["inverse-sqrt", "step-decay", "dirichlet:alpha=1", "allreduce", "ada:reach=2", "tape:0"])
+            owner[data.draw(st.sampled_from(sorted(owner)) | st.text(max_size=8))] = data.draw(ANYTHING | words)
         if not any(isinstance(value, dict) for value in raw.values()):
             break
     with contextlib.suppress(GossamerError):

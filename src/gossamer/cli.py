@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from gossamer import graphs, picture
 from gossamer.apps import tasks
@@ -27,6 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+_DENSE = 2048  # replicas up to which n × n matrices are cheap
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="An output folder of gossamer bench.")]
 
 
@@ -50,7 +53,7 @@ def bench_command(
     Finished runs are never repeated: after Ctrl-C, a crash or a power cut, give the same command again and it goes on.
     """
     read = load(spec)
-    folder = out or Path("runs") / read.name
+    folder = out or Path("runs") / (re.sub(r"[^\w.-]+", "-", read.name).strip("-.") or "bench")
     if not resume and (folder / FILE).exists():
         raise GossamerError(f"{folder} holds results already, and --no-resume was given; choose another --out")
     outcome = bench(read, folder, jobs=jobs, device=device, checkpoint_seconds=checkpoint_seconds, quiet=quiet)
@@ -87,12 +90,8 @@ def results_command(
         keys = ("method", "replicas", "seed", "status", "value", "value_mean", "value_worst", "bytes_per_replica", "seconds")
         table = Table(*keys)
         for row in rows:
-            table.add_row(
-                *(
-                    "–" if row[key] is None else f"{row[key]:.4g}" if isinstance(row[key], float) else str(row[key])
-                    for key in keys
-                )
-            )
+            cells = ("–" if row[k] is None else f"{row[k]:.4g}" if isinstance(row[k], float) else str(row[k]) for k in keys)
+            table.add_row(*map(Text, cells))
         Console().print(table)
 
 
@@ -118,7 +117,12 @@ def graph_command(
     table.add_row("what it is", graphs.describe(graph.name.partition(":")[0]))
     table.add_row("period", f"{graph.period} round{'s' if graph.period > 1 else ''}")
     table.add_row("connections", f"{graph.mean_degree():g} at a time")
-    table.add_row("spectral gap", f"{graph.spectral_gap():.4g} (1: the exact mean after one period, 0: never)")
+    gap = (
+        f"{graph.spectral_gap():.4g} (1: the exact mean after one period, 0: never)"
+        if n <= _DENSE
+        else f"not computed above n={_DENSE}"
+    )
+    table.add_row("spectral gap", gap)
     table.add_row("doubly stochastic", "yes: averaging keeps the mean" if graph.is_doubly_stochastic() else "no")
     table.add_row(
         "bytes per step", f"{one:.3g} model sizes per replica (all-reduce: {graphs.complete(n).cost(1_000_000) / 1e6:.3g})"

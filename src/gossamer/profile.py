@@ -60,7 +60,8 @@ def consensus_distance(replicas: Replicas) -> float:
 
 
 def dispersion(values: Tensor) -> dict[str, Tensor]:
-    """Four measures over dimension 0 (replicas) of non-negative values ``[n, …]``; each is 0 where all values are 0.
+    """Four measures over dimension 0 (replicas) of non-negative values ``[n, …]``; each is 0 where all values are equal,
+    and nan where one is not finite.
 
     ========  =====================================  =======================================
     gini      Σ_ij |v_i - v_j| / (2 n² μ)            Gini coefficient
@@ -79,7 +80,7 @@ def dispersion(values: Tensor) -> dict[str, Tensor]:
     rank = torch.arange(1, n + 1, dtype=v.dtype, device=v.device).reshape(-1, *[1] * (v.ndim - 1))
     spread = ((2 * rank - n - 1) * ordered).sum(dim=0)
     low, high = torch.quantile(v, torch.tensor([0.25, 0.75], dtype=v.dtype, device=v.device), dim=0)
-    same = ordered[0] == ordered[-1]  # then exactly 0, not the rounding error of a mean
+    same = (ordered[0] == ordered[-1]) & torch.isfinite(ordered[0])  # then exactly 0, not the rounding error of a mean
     return {
         "gini": _ratio(spread, n * n * mean, same),
         "iod": _ratio(variance, mean, same),

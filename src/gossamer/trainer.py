@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -178,7 +179,7 @@ class Trainer:
                 f"(epoch {self.epoch}); a smaller learning rate or gradient clipping may help. The last checkpoint is kept"
             )
 
-    def _check_parameters(self) -> None:
+    def check_parameters(self) -> None:
         """A gradient that is not a number with a loss that is one: found before it can reach a checkpoint."""
         for block in self.replicas.blocks:
             bad = (~torch.isfinite(block.x.sum(dim=1))).nonzero().flatten().tolist()
@@ -200,12 +201,16 @@ class Trainer:
 
     def _end_epoch(self) -> None:
         per_epoch = self.batches.steps_per_epoch
+        self.check_parameters()
+        value = self.value()
+        if not math.isfinite(value):
+            raise TrainingDiverged(f"the {self.task.metric.name} of the averaged model is {value} after epoch {self.epoch - 1}")
         record = EpochRecord(
             epoch=self.epoch - 1,
             step=self.step,
             lr=self.learning_rate.at(self.step - 1, self.steps, self.settings.replicas),
             train_loss=float(self._epoch_loss) / per_epoch,
-            value=self.value(),
+            value=value,
             graph=self.schedule.changes[-1].graph,
             degree=self._epoch_degree / per_epoch,
             bytes=self.bytes,
@@ -239,7 +244,7 @@ class Trainer:
 
     def save(self, path: Path | str) -> None:
         """Everything needed to go on. Refuses to replace a good checkpoint by parameters that are not numbers."""
-        self._check_parameters()
+        self.check_parameters()
         tensors = {f"x.{k}": block.x for k, block in enumerate(self.replicas.blocks)}
         tensors |= {f"buffer.{name}": stacked for name, stacked in self.replicas.buffers.items()}
         tensors["epoch_loss"] = self._epoch_loss

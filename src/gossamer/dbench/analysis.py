@@ -14,6 +14,7 @@ import numpy as np
 import scipy.stats
 import torch
 
+from gossamer import graphs
 from gossamer.dbench.store import Run, Store
 from gossamer.profile import MEASURES, dispersion
 from gossamer.schedules import Change
@@ -41,7 +42,10 @@ class RunData:
     @property
     def connections(self) -> float:
         """Other replicas that one replica heard per step, averaged over training."""
-        return float(np.mean([e.degree for e in self.epochs])) if self.epochs else math.nan
+        if self.epochs:
+            return float(np.mean([e.degree for e in self.epochs]))
+        # Diverged before the end of the first epoch: what its first graph has.
+        return graphs.parse(self.changes[0].graph, self.run.replicas).mean_degree() if self.changes else math.nan
 
     def at(self, fraction: float) -> int:
         """The look nearest to this fraction of training."""
@@ -49,11 +53,12 @@ class RunData:
         return int(np.abs(self.steps - fraction * end).argmin())
 
     def early(self, measure: str) -> float:
-        """Dispersion, averaged over tensors and over the looks in the first tenth of training."""
+        """Dispersion, averaged over tensors and over the looks in the first tenth of training; inf if it grew out of bounds."""
         if not len(self.steps):
             return math.nan
         values = self.dispersion[measure].mean(axis=1)
-        return float(values[self.steps <= max(EARLY * self.steps[-1], self.steps[0])].mean())
+        early = float(values[self.steps <= max(EARLY * self.steps[-1], self.steps[0])].mean())
+        return early if math.isfinite(early) else math.inf
 
 
 @dataclass(frozen=True)
@@ -169,8 +174,8 @@ def finals(runs: Sequence[RunData], higher_is_better: bool = True) -> list[Final
                     mean_replica=estimate(_number(r.value_mean) for r in done),
                     worst_replica=estimate(_number(r.value_worst) for r in done),
                     gap=estimate(sign * (_number(r.value_train) - _number(r.value)) for r in done),
-                    connections=float(np.nanmean([r.connections for r in cell])) if any(r.epochs for r in cell) else math.nan,
-                    bytes=float(np.mean([_number(r.run.bytes) for r in cell])),
+                    connections=float(np.mean([r.connections for r in cell])),
+                    bytes=float(np.mean([_number(r.bytes) for r in done])) if done else math.nan,
                     diverged=len(cell) - len(done),
                 )
             )
@@ -219,8 +224,8 @@ class Curve:
 
 
 def dispersion_over_time(runs: Sequence[RunData], method: str, n: int, measure: str) -> Curve:
-    """Dispersion, averaged over tensors; mean and interval over seeds. Steps that not all seeds reached are left out."""
-    cell = [r for r in select(runs, method, n) if len(r.steps)]
+    """Dispersion, averaged over tensors; mean and interval over seeds. Runs that diverged are left out."""
+    cell = [r for r in select(runs, method, n) if len(r.steps) and r.value is not None]
     if not cell:
         empty = np.array([])
         return Curve(empty, empty, empty, empty)
@@ -239,16 +244,18 @@ def ranks_over_time(
     runs: Sequence[RunData], n: int, measure: str, seed: int | None = None
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """At each profiled step and for each tensor, rank the methods by dispersion (1 is the least); the mean rank over tensors
-    and seeds. Centralized training is not ranked: its dispersion is exactly 0."""
+    and seeds. Centralized training is not ranked: its dispersion is exactly 0. A run that diverged ranks last from then on."""
     seeds = sorted({r.run.seed for r in runs}) if seed is None else [seed]
     names = [m for m in methods(runs) if any(not r.centralized and len(r.steps) for r in select(runs, m, n))]
     tables = []
     for s in seeds:
         cell = [found[0] for m in names if (found := [r for r in select(runs, m, n, s) if len(r.steps)])]
         if len(cell) == len(names) and cell:
-            length = min(len(r.steps) for r in cell)
-            values = np.stack([r.dispersion[measure][:length] for r in cell])  # [methods, looks, tensors]
-            tables.append((cell[0].steps[:length], scipy.stats.rankdata(values, axis=0).mean(axis=2)))
+            longest = max(cell, key=lambda r: len(r.steps))
+            values = np.full((len(cell), *longest.dispersion[measure].shape), np.inf)  # [methods, looks, tensors]
+            for row, r in zip(values, cell, strict=True):
+                row[: len(r.steps)] = np.where(np.isfinite(r.dispersion[measure]), r.dispersion[measure], np.inf)
+            tables.append((longest.steps, scipy.stats.rankdata(values, axis=0).mean(axis=2)))
     if not tables:
         return np.array([]), {}
     length = min(len(steps) for steps, _ in tables)

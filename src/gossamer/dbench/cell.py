@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from gossamer import checkpoint
 from gossamer.backends import Backend
+from gossamer.dbench import machine
 from gossamer.dbench.spec import Cell, Spec
 from gossamer.dbench.store import Store
 from gossamer.errors import GossamerError
@@ -47,8 +51,9 @@ def run_cell(
     if known is not None:
         trainer.replicas.backend = Backend.parse(known)
     path = store.path.parent / "checkpoints" / f"{run}.ckpt"
-    if not _resume(trainer, path):
-        store.begin(run, str(trainer.replicas.backend), torch.get_num_threads(), trainer.replicas.slots)
+    if not _resume(trainer, path, store, run):
+        where = machine.describe() | {"device": device}
+        store.begin(run, where, str(trainer.replicas.backend), torch.get_num_threads(), trainer.replicas.slots)
 
     def unsaved() -> tuple[list[Profile], list[EpochRecord], list]:
         rows = (profiles.copy(), epochs.copy(), trainer.schedule.changes)
@@ -56,14 +61,17 @@ def run_cell(
         epochs.clear()
         return rows
 
-    saved = time.monotonic()
+    clock = _Clock(trainer, checkpoint_seconds)
     try:
-        while trainer.step < trainer.steps:
-            trainer.run(until=(trainer.epoch + 1) * trainer.batches.steps_per_epoch, stop=stop)
-            if stop() or time.monotonic() - saved >= checkpoint_seconds:
-                store.add(run, *unsaved())  # before the checkpoint: see store.py
+        while True:
+            trainer.run(stop=lambda: stop() or clock.due())
+            if trainer.step == trainer.steps:
+                break
+            store.add(run, *unsaved())  # before the checkpoint: see store.py
+            # A run that has gone wrong leaves no checkpoint; it is found out at the same step as if none had been tried.
+            with contextlib.suppress(TrainingDiverged):
                 trainer.save(path)
-                saved = time.monotonic()
+            clock.reset()
             if stop():
                 return False
         result = trainer.evaluate()
@@ -88,12 +96,35 @@ def run_cell(
     return True
 
 
-def _resume(trainer: Trainer, path: Path) -> bool:
+class _Clock:
+    """Says when the next checkpoint is due, after one step at least."""
+
+    def __init__(self, trainer: Trainer, seconds: float) -> None:
+        self.trainer, self.seconds = trainer, seconds
+        self.reset()
+
+    def reset(self) -> None:
+        self.step, self.time = self.trainer.step, time.monotonic()
+
+    def due(self) -> bool:
+        return self.trainer.step > self.step and time.monotonic() - self.time >= self.seconds
+
+
+def _resume(trainer: Trainer, path: Path, store: Store, run: int) -> bool:
+    """Go on from the checkpoint, if it can be read and the store holds all that it knows; else the run starts again."""
     if not path.exists():
         return False
-    try:
-        trainer.load(path)
-    except GossamerError:
-        path.unlink()  # of another version, or damaged by the disk: the run starts again
+    header = _peek(path)
+    known = {e.epoch for e in store.epochs(run)}
+    if header is None or not {e["epoch"] for e in header["history"]} <= known or store.run(run).status != "running":
+        path.unlink()
         return False
+    trainer.load(path)
     return True
+
+
+def _peek(path: Path) -> dict[str, Any] | None:
+    try:
+        return checkpoint.load(path)[1]
+    except GossamerError:
+        return None  # of another version, or damaged by the disk

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 from rich.table import Table
+from rich.text import Text
 
 from gossamer.dbench import analysis
 from gossamer.dbench.analysis import Estimate, RunData
@@ -35,14 +37,16 @@ def table(first: Store, second: Store) -> Table:
         "speed B / A",
         title=f"A: {first.path.parent}   B: {second.path.parent}",
     )
-    machines = [store.meta("machine") for store in (first, second)]
+    machines = [{key: str(value) for r in runs for key, value in json.loads(r.run.machine or "{}").items()} for runs in (a, b)]
     changed = [key for key in machines[0] if machines[0][key] != machines[1].get(key)]
     made.caption = "same machine and versions" if not changed else f"differs: {', '.join(changed)}"
-    for n in analysis.scales(a):
-        for method in analysis.methods(a):
+    for n in analysis.scales([*a, *b]):
+        for method in analysis.methods([*a, *b]):
             x, y = (analysis.select(runs, method, n) for runs in (a, b))
             if x and y:
-                made.add_row(method, str(n), *_row(x, y))
+                made.add_row(*map(Text, (method, str(n), *_row(x, y))))
+            elif x or y:
+                made.add_row(*map(Text, (method, str(n), "", "", "", f"not finished in {'B' if x else 'A'}", "")))
     return made
 
 
@@ -51,10 +55,17 @@ def _row(x: list[RunData], y: list[RunData]) -> tuple[str, str, str, str, str]:
     other = {r.run.seed: r for r in y}
     pairs = [(r, other[r.run.seed]) for r in x if r.run.seed in other]
     both = [(r.value, s.value) for r, s in pairs if r.value is not None and s.value is not None]
+    difference = analysis.estimate(s - r for r, s in both)
     ratio = sum(r.run.seconds or 0 for r, _ in pairs) / max(1e-9, sum(s.run.seconds or 0 for _, s in pairs))
     speed = f"{ratio:.2f}×" + (" (noise)" if abs(math.log(ratio)) < _SPEED_NOISE else "") if ratio > 0 else "–"
-    difference = analysis.estimate(s - r for r, s in both)
-    return shown(values[0], 4), shown(values[1], 4), shown(difference, 4), _verdict(difference, both), speed
+    lost = [sum(r.value is None for r in runs) for runs in (x, y)]
+    if [r.run.seed for r in x if r.value is None] != [r.run.seed for r in y if r.value is None]:
+        verdict = f"differs: {lost[0]} diverged in A, {lost[1]} in B"
+    else:
+        verdict = _verdict(difference, both) + (f" ({lost[0]} diverged in both)" if lost[0] else "")
+    if len(pairs) < max(len(x), len(y)):
+        verdict += f", {len(pairs)} seeds in both"
+    return shown(values[0], 4), shown(values[1], 4), shown(difference, 4), verdict, speed
 
 
 def _verdict(difference: Estimate, both: list[tuple[float, float]]) -> str:

@@ -15,15 +15,15 @@ class Display:
     """Bars on a terminal; elsewhere one line per finished run; nothing when quiet."""
 
     def __init__(self, total: int, done: int, quiet: bool) -> None:
-        self._console = Console(stderr=True, quiet=quiet)
+        self._console = Console(stderr=True, quiet=quiet, markup=False)  # names in a spec may hold brackets
         self._live = self._console.is_terminal
         self._done, self._total = done, total
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[state]}"),
+            TextColumn("{task.fields[state]}", markup=False),
         )
         self._progress = Progress(*columns, console=self._console, transient=True, disable=not self._live)
         self._overall = self._progress.add_task("all runs", total=total, completed=done, state="")

@@ -9,6 +9,8 @@ from gossamer.dbench import analysis
 from gossamer.dbench.analysis import Estimate, RunData
 from gossamer.dbench.spec import CENTRALIZED, Spec
 
+_ENOUGH = 5  # with 3 or 4 methods ρ takes so few values that seeds agree by chance, and intervals come out too narrow
+
 
 def findings(runs: Sequence[RunData], spec: Spec, metric: str, higher_is_better: bool) -> list[str]:
     if not runs:
@@ -43,9 +45,10 @@ def _finals(runs: Sequence[RunData], n: int) -> dict[str, Estimate]:
 
 
 def _best_and_worst(runs: Sequence[RunData], n: int, metric: str, higher: bool) -> str:
-    values = _finals(runs, n)
+    broken = {r.run.method for r in runs if r.value is None}
+    values = {method: value for method, value in _finals(runs, n).items() if method not in broken}
     if len(values) < 2:
-        return f"At n={n} fewer than two methods have a result."
+        return f"At n={n} fewer than two methods have a result on every seed."
     ordered = sorted(values, key=lambda m: values[m].mean, reverse=higher)
     best, worst = ordered[0], ordered[-1]
     return f"At n={n} the averaged model's {metric} ranges from {shown(values[worst])} ({worst}) to {shown(values[best])} ({best})."
@@ -65,12 +68,13 @@ def _against(runs: Sequence[RunData], n: int, metric: str, higher: bool) -> list
     reference = next((m for m in (CENTRALIZED, "complete") if m in names), None)
     if reference is None:
         return []
+    broken = {r.run.method for r in runs if r.value is None and r.run.replicas == n}
     worse: list[str] = []
     better: list[str] = []
     level: list[str] = []
     for method in names:
-        if method == reference:
-            continue
+        if method == reference or method in broken or reference in broken:
+            continue  # the seeds that are left would flatter it; that it diverged is said elsewhere
         e = analysis.paired_difference(runs, method, reference, n)
         if math.isnan(e.low):
             continue
@@ -82,9 +86,9 @@ def _against(runs: Sequence[RunData], n: int, metric: str, higher: bool) -> list
         side.append(f"{method} ({e.mean:+.3f}, {_interval(e)})")
     found = []
     if worse:
-        found.append(f"Below {reference} at n={n}, seed by seed: {'; '.join(worse)}.")
+        found.append(f"Worse than {reference} at n={n}, seed by seed: {'; '.join(worse)}.")
     if better:
-        found.append(f"Above {reference} at n={n}, seed by seed: {'; '.join(better)}.")
+        found.append(f"Better than {reference} at n={n}, seed by seed: {'; '.join(better)}.")
     if level:
         found.append(f"No difference to {reference} that the seeds support at n={n}: {'; '.join(level)}.")
     return found
@@ -117,9 +121,12 @@ def _correlations(runs: Sequence[RunData], n: int, metric: str, higher: bool) ->
         if math.isnan(rho.mean):
             continue
         supported = (rho.above_zero() and sign > 0) or (rho.below_zero() and sign < 0)
-        verdict = (
-            "supported" if supported else "one seed, no verdict" if math.isnan(rho.low) else "not supported by these seeds"
-        )
+        if len(decentralized) < _ENOUGH:
+            verdict = f"no verdict with fewer than {_ENOUGH} decentralized methods"
+        elif math.isnan(rho.low):
+            verdict = "one seed, no verdict"
+        else:
+            verdict = "supported" if supported else "not supported by these seeds"
         numbers = f"Spearman's ρ = {rho.mean:+.2f} over {len(decentralized)} decentralized methods at n={n}, {_interval(rho)}"
         found.append(f"“{claim[0].upper()}{claim[1:]}”: {verdict} ({numbers}).")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import subprocess
@@ -14,6 +15,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@functools.cache
 def describe() -> dict[str, str | int]:
     packages = ("gossamer", "torch", "numpy", "scipy", "networkx", "plotly")
     info: dict[str, str | int] = {

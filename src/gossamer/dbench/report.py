@@ -58,7 +58,7 @@ def page(store: Store, runs: Sequence[RunData]) -> str:
         "FINDINGS": "".join(f"<li>{html.escape(sentence)}</li>" for sentence in findings(runs, spec, name, higher)),
         "ADA": _pictures(runs),
         "SPEC": html.escape(_spec(spec)),
-        "MACHINE": _machine(store, runs),
+        "MACHINE": _machine(runs),
         # "</" would end the script element early, wherever it stood in a name.
         "DATA": json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("</", "<\\/"),
         "PLOTLY": get_plotlyjs(),
@@ -97,7 +97,7 @@ def _table(runs: Sequence[RunData], metric: str) -> str:
             cells.append(f"<td>{html.escape(text)}</td>")
         last = finals.get((method, sizes[-1]))
         worst = "–" if last is None else shown(last.worst_replica)
-        received = "–" if last is None else f"{last.bytes / 1e6:.1f}"
+        received = "–" if last is None or math.isnan(last.bytes) else f"{last.bytes / 1e6:.1f}"
         rows.append(f"<tr><th>{html.escape(method)}</th>{''.join(cells)}<td>{worst}</td><td>{received}</td></tr>")
     largest = f"n={sizes[-1]}"
     return (
@@ -127,8 +127,10 @@ def _pictures(runs: Sequence[RunData]) -> str:
     )
 
 
-def _machine(store: Store, runs: Sequence[RunData]) -> str:
-    facts = dict(store.meta("machine"))
+def _machine(runs: Sequence[RunData]) -> str:
+    machines = [json.loads(r.run.machine or "{}") for r in runs]
+    keys = dict.fromkeys(key for one in machines for key in one)
+    facts = {key: ", ".join(dict.fromkeys(str(one.get(key, "–")) for one in machines)) for key in keys}
     facts["backend"] = ", ".join(sorted({f"n={r.run.replicas}: {r.run.backend}" for r in runs}))
     facts["threads per run"] = ", ".join(sorted({str(r.run.threads) for r in runs}))
     facts["training time"] = f"{sum(r.run.seconds or 0 for r in runs):.0f} s over {len(runs)} runs"

@@ -40,16 +40,16 @@ def results(store: Store) -> list[dict[str, Any]]:
     ]
 
 
-def _dispersion(data: RunData | None) -> dict[str, dict[str, float]] | None:
+def _dispersion(data: RunData | None) -> dict[str, dict[str, float | None]] | None:
     """The four measures, mean over tensors, at 10 % and at 100 % of training (the nearest profiled steps)."""
     if data is None or not len(data.steps):
         return None
     looks = {"at_10_percent": data.at(0.1), "at_100_percent": len(data.steps) - 1}
-    return {when: {m: float(data.dispersion[m][look].mean()) for m in MEASURES} for when, look in looks.items()}
+    return {when: {m: _plain(float(data.dispersion[m][look].mean())) for m in MEASURES} for when, look in looks.items()}
 
 
 def _plain(value: float) -> float | None:
-    return None if math.isnan(value) else value
+    return value if math.isfinite(value) else None
 
 
 def as_csv(rows: Sequence[dict[str, Any]]) -> str:

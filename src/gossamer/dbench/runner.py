@@ -29,6 +29,9 @@ from gossamer.dbench.display import Display
 from gossamer.dbench.spec import Cell, Spec
 from gossamer.dbench.store import FILE, FINISHED, Store
 from gossamer.errors import GossamerError
+from gossamer.optim import BlockOptimizer
+from gossamer.replicas import Replicas
+from gossamer.sampling import sampler
 from gossamer.tasks import Task
 
 _BEAT = 0.1  # seconds between two progress messages of one cell
@@ -67,7 +70,9 @@ def bench(
     except OSError as error:
         raise GossamerError(f"{out} can't be made: {error.strerror}; choose another --out") from None
     with _locked(out), _one_thread():
-        store = Store.create(out / FILE, spec, (made.metric.name, made.metric.higher_is_better), machine.describe())
+        _check(spec, made, device)
+        shapes = {"name": made.name, "train": [list(t.shape) for t in made.train], "test": [list(t.shape) for t in made.test]}
+        store = Store.create(out / FILE, spec, (made.metric.name, made.metric.higher_is_better), shapes)
         runs = store.runs()
         pending = [Cell(r.method, r.replicas, r.seed) for r in runs if r.status not in FINISHED]
         wanted = jobs or (1 if task is not None or device != "cpu" else machine.cores())
@@ -81,6 +86,20 @@ def bench(
         finished = sum(run.status in FINISHED for run in store.runs())
         store.close()
     return Outcome(out, finished, len(runs))
+
+
+def _check(spec: Spec, task: Task, device: str) -> None:
+    """What can only be known with the task at hand, before a store is made for it."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise GossamerError(f"device {device!r} can't be used here: {str(error).splitlines()[0]}") from None
+    one = Replicas(task.build, 1)
+    for method in spec.methods:
+        for n in spec.replicas:
+            settings = spec.settings(Cell(method.name, n, spec.seeds[0]))
+            sampler(settings.partition, task.train, n, settings.batch, settings.seed)
+        BlockOptimizer(settings.optimizer, one)
 
 
 @dataclass(frozen=True)
@@ -130,8 +149,10 @@ def _side_by_side(context: _Context, pending: list[Cell], jobs: int, display: Di
     for cell in [*pending, *[None] * jobs]:
         todo.put(cell)
     workers = [spawn.Process(target=_worker, args=(context, os.getpid(), todo, messages, stopping)) for _ in range(jobs)]
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for this process alone to handle
     for worker in workers:
         worker.start()
+    signal.signal(signal.SIGINT, before)
     store = Store(context.out / FILE)
     failure: str | None = None
     try:
@@ -156,7 +177,7 @@ def _side_by_side(context: _Context, pending: list[Cell], jobs: int, display: Di
             if worker.is_alive():
                 worker.kill()
         store.close()
-    if failure is None and any(worker.exitcode for worker in workers):
+    if failure is None and not stop() and any(worker.exitcode for worker in workers):
         codes = ", ".join(str(worker.exitcode) for worker in workers)
         failure = f"a worker process ended by itself (exit codes {codes}; -9 can mean too little memory: try a smaller --jobs)"
     if failure is not None:
@@ -222,9 +243,12 @@ def _locked(out: Path) -> Iterator[None]:
             raise GossamerError(
                 f"another gossamer bench (pid {file.read().strip() or 'unknown'}) is writing to {out}"
             ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        try:
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+        except OSError as error:
+            raise GossamerError(f"{out} can't be written: {error.strerror}; free some space or choose another --out") from None
         yield
 
 

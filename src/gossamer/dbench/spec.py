@@ -55,7 +55,7 @@ class OptimizerPart(_Part):
     name: str = "sgd"
     lr: float = Field(0.1, gt=0, allow_inf_nan=False)
     options: dict[str, Any] = Field(default_factory=dict)
-    clip: float | None = Field(None, gt=0)
+    clip: float | None = Field(None, gt=0, allow_inf_nan=False)
     spare_norms: bool = False
 
     @field_validator("name")
@@ -69,11 +69,11 @@ class LearningRatePart(_Part):
     """How the learning rate goes over the steps, and how it grows with the number of replicas."""
 
     shape: Literal["constant", "warmup-cosine", "step-decay", "inverse-sqrt"] = "constant"
-    warmup: float | None = Field(None, ge=0)
-    start: float = Field(0.1, ge=0)
-    final: float = Field(0.0, ge=0)
+    warmup: float | None = Field(None, ge=0, le=1e9, allow_inf_nan=False)
+    start: float = Field(0.1, ge=0, allow_inf_nan=False)
+    final: float = Field(0.0, ge=0, allow_inf_nan=False)
     milestones: tuple[float, ...] = Field((0.5, 0.75), strict=False)
-    decay: float = Field(0.1, gt=0)
+    decay: float = Field(0.1, gt=0, allow_inf_nan=False)
     scaling: Scaling = "none"
     reference: int = Field(1, ge=1)
 
@@ -170,6 +170,13 @@ class Spec(_Part):
             raise GossamerError(f"{list(value)}: a number of replicas is from 1 to 100,000")
         return value
 
+    @field_validator("seeds")
+    @classmethod
+    def _seeds(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if min(value) < 0 or max(value) >= 2**31:
+            raise GossamerError(f"{list(value)}: a seed is from 0 to 2^31 - 1")
+        return value
+
     @field_validator("backend")
     @classmethod
     def _backend(cls, value: str) -> str:
@@ -180,7 +187,8 @@ class Spec(_Part):
     @field_validator("algorithm")
     @classmethod
     def _algorithm(cls, value: str) -> str:
-        algorithm(value)
+        if algorithm(value).averages_gradients:
+            raise GossamerError(f"{value!r} is for the method 'centralized' only; here stands the algorithm of the others")
         return value
 
     @model_validator(mode="after")

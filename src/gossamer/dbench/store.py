@@ -1,7 +1,7 @@
 """The store: one SQLite file (WAL) per output folder. Readable while a run goes on; the schema is in docs/store.md.
 
-What a run brings is written in one transaction per epoch, and before the checkpoint of that epoch: so the store always holds
-at least what the checkpoint knows, and a resumed run, which repeats its steps bit for bit, writes the same rows again.
+What a run brings is written in one transaction before each checkpoint and at the end: so the store always holds at least
+what the checkpoint knows, and a resumed run, which repeats its steps bit for bit, writes the same rows again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE runs (
     id INTEGER PRIMARY KEY, method TEXT NOT NULL, replicas INTEGER NOT NULL, seed INTEGER NOT NULL,
-    status TEXT NOT NULL, message TEXT, backend TEXT, threads INTEGER, tensors TEXT, steps INTEGER,
+    status TEXT NOT NULL, message TEXT, machine TEXT, backend TEXT, threads INTEGER, tensors TEXT, steps INTEGER,
     value REAL, value_mean REAL, value_worst REAL, value_train REAL, bytes INTEGER, seconds REAL, consensus_distance REAL,
     UNIQUE (method, replicas, seed));
 CREATE TABLE epochs (
@@ -65,6 +65,7 @@ class Run:
     seed: int
     status: str
     message: str | None
+    machine: str | None  # JSON: where it was begun
     backend: str | None
     threads: int | None
     tensors: tuple[str, ...]
@@ -97,26 +98,29 @@ class Store:
                 raise GossamerError(
                     f"{path} has schema version {version}; this Gossamer reads version {_VERSION}: use the one that made it"
                 )
-            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.execute("PRAGMA synchronous = FULL")
 
     @classmethod
-    def create(cls, path: Path, spec: Spec, metric: tuple[str, bool], machine: dict[str, Any]) -> Store:
-        """A new store for this spec, or the existing one if it is for the same spec. ``metric``: its name, higher is better."""
+    def create(cls, path: Path, spec: Spec, metric: tuple[str, bool], task: dict[str, Any]) -> Store:
+        """A new store for this spec, or the existing one if it is for the same spec and task. ``metric``: its name, higher is
+        better. ``task``: what else must stay the same, as plain data."""
+        meta = {
+            "spec": spec.model_dump(mode="json"),
+            "metric": {"name": metric[0], "higher_is_better": metric[1]},
+            "task": task,
+        }
         if not path.exists():
             with _clear_errors(path):
                 # Made under another name and moved, so that a kill in between leaves no half-made store.
                 new = path.with_suffix(".new")
                 for leftover in (new, *path.parent.glob(new.name + "-*")):
                     leftover.unlink(missing_ok=True)
+                for checkpoint in (path.parent / "checkpoints").glob("*.ckpt*"):
+                    checkpoint.unlink()  # of a store that is gone: its runs begin again
                 db = sqlite3.connect(new, isolation_level=None)
                 db.executescript(_SCHEMA)
                 db.execute(f"PRAGMA application_id = {_APPLICATION}")
                 db.execute(f"PRAGMA user_version = {_VERSION}")
-                meta = {
-                    "spec": spec.model_dump(mode="json"),
-                    "machine": machine,
-                    "metric": {"name": metric[0], "higher_is_better": metric[1]},
-                }
                 db.executemany("INSERT INTO meta VALUES (?, ?)", [(key, json.dumps(value)) for key, value in meta.items()])
                 cells = [(cell.method, cell.replicas, cell.seed) for cell in spec.cells()]
                 db.executemany("INSERT INTO runs (method, replicas, seed, status) VALUES (?, ?, ?, 'pending')", cells)
@@ -125,9 +129,11 @@ class Store:
                 with contextlib.closing(sqlite3.connect(path)) as fresh:
                     fresh.execute("PRAGMA journal_mode = WAL")
         store = cls(path)
-        found = differences(store.meta("spec"), spec.model_dump(mode="json"))
-        if found:
-            raise GossamerError(f"{path.parent} holds results of another spec ({'; '.join(found)}); choose another --out")
+        for key, value in meta.items():
+            found = differences(store.meta(key), value)
+            if found:
+                store.close()
+                raise GossamerError(f"{path.parent} holds results of another {key} ({'; '.join(found)}); choose another --out")
         return store
 
     def close(self) -> None:
@@ -169,6 +175,9 @@ class Store:
         named = [dict(zip(Run.__dataclass_fields__, row, strict=True)) for row in rows]
         return [Run(**(row | {"tensors": tuple(json.loads(row["tensors"] or "[]"))})) for row in named]
 
+    def run(self, run: int) -> Run:
+        return next(r for r in self.runs() if r.id == run)
+
     def epochs(self, run: int) -> list[EpochRecord]:
         columns = ", ".join(EpochRecord.__dataclass_fields__)
         return [EpochRecord(*row) for row in self._query(f"SELECT {columns} FROM epochs WHERE run = ? ORDER BY epoch", run)]
@@ -201,14 +210,14 @@ class Store:
         with self._transaction() as db:
             db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
 
-    def begin(self, run: int, backend: str, threads: int, tensors: Sequence[str]) -> None:
+    def begin(self, run: int, machine: dict[str, Any], backend: str, threads: int, tensors: Sequence[str]) -> None:
         """The run starts from its first step: nothing of an earlier try stays."""
         with self._transaction() as db:
             for table in ("epochs", "profiles", "events"):
                 db.execute(f"DELETE FROM {table} WHERE run = ?", (run,))
             db.execute(
-                "UPDATE runs SET status = 'running', message = NULL, backend = ?, threads = ?, tensors = ? WHERE id = ?",
-                (backend, threads, json.dumps(list(tensors)), run),
+                "UPDATE runs SET status = 'running', message = NULL, machine = ?, backend = ?, threads = ?, tensors = ? WHERE id = ?",
+                (json.dumps(machine), backend, threads, json.dumps(list(tensors)), run),
             )
 
     def add(self, run: int, profiles: Sequence[Profile], epochs: Sequence[EpochRecord], changes: Sequence[Change]) -> None:
