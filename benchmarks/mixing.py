@@ -21,7 +21,17 @@ from gossamer.algorithms import AdaptThenCombine
 from gossamer.mixing import Mixer, mix
 from gossamer.optim import BlockOptimizer
 
-LARGE = ["complete", "ring", "lattice:k=10", "lattice:k=100", "lattice:k=500", "lattice:k=1006", "one-peer-exponential"]
+LARGE = [
+    "complete",
+    "ring",
+    "lattice:k=4",
+    "lattice:k=6",
+    "lattice:k=10",
+    "lattice:k=100",
+    "lattice:k=500",
+    "lattice:k=1006",
+    "one-peer-exponential",
+]
 LARGE += ["one-peer-ring", "random-matching", "base:k=1", "torus", "exponential", "star"]
 SMALL = ["complete", "ring", "lattice:k=20", "lattice:k=94", "one-peer-exponential", "torus", "exponential"]
 
