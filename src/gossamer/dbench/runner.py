@@ -62,7 +62,8 @@ def bench(
 ) -> Outcome:
     """Run what is not finished yet. ``task`` replaces the spec's named task by your own (in this process, one job)."""
     out = Path(out)
-    made = task or tasks.make(spec.task.name, Path(spec.task.data) if spec.task.data else None)
+    context = _Context(spec, out, task, device, checkpoint_seconds)
+    made = context.made_task()
     if jobs is not None and jobs < 1:
         raise GossamerError(f"jobs={jobs} is out of range; at least one cell runs at a time")
     try:
@@ -78,7 +79,6 @@ def bench(
         wanted = jobs or (1 if task is not None or device != "cpu" else machine.cores())
         with Display(len(runs), len(runs) - len(pending), quiet) as display, _interruptible() as stop:
             _choose_backends(store, spec, made, pending, device, display)
-            context = _Context(spec, out, task, device, checkpoint_seconds)
             if min(wanted, len(pending)) <= 1:
                 _inline(context, store, made, pending, display, stop)
             else:
