@@ -18,7 +18,8 @@ from torch import nn
 from benchmarks.timing import console, interleaved, verdict
 from gossamer import Recipe, Replicas, graphs
 from gossamer.algorithms import AdaptThenCombine
-from gossamer.mixing import Mixer, mix
+from gossamer.mixer import Mixer
+from gossamer.mixing import mix
 from gossamer.optim import BlockOptimizer
 
 LARGE = [

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from gossamer import graphs
 from gossamer.blocks import Block
 from gossamer.errors import GossamerError
-from gossamer.mixing import Mixer, mix, reference
+from gossamer.mixer import Mixer
+from gossamer.mixing import mix, reference
 from gossamer.rounds import Groups, Mean, Permutation, Window
 from tests.test_graphs import ANY_N, applicable
 

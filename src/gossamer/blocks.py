@@ -1,6 +1,6 @@
 """A Block is the state that is mixed: r replicas' trainable parameters of one dtype as rows of one flat ``[r, D]`` buffer.
 
-Beside the parameters ``x`` stand the gradients ``grad`` and, once something was mixed, a ``spare`` buffer that receives the
+Beside the parameters ``x`` stand, once they are asked for, the gradients ``grad`` and a ``spare`` buffer that receives the
 mixed rows; ``swap()`` makes it the current one. Each tensor starts at a multiple of 64 bytes, as torch's own allocations do,
 so that kernels (and their rounding) behave as on a separate tensor.
 """
@@ -44,7 +44,7 @@ class Block:
                 self.decayed = start
         self.slots = tuple(slots)
         self.x = torch.zeros(r, start, dtype=self.dtype, device=device)
-        self.grad = torch.zeros_like(self.x)
+        self._grad: Tensor | None = None
         self._spare: Tensor | None = None
         self._views: dict[int, dict[str, Tensor]] = {}
         self._rows: dict[int, list[list[Tensor]]] = {}
@@ -57,6 +57,12 @@ class Block:
     def numel(self) -> int:
         """Numbers in one row, padding not counted: what has to be sent."""
         return sum(slot.numel for slot in self.slots)
+
+    @property
+    def grad(self) -> Tensor:
+        if self._grad is None:
+            self._grad = torch.zeros_like(self.x)
+        return self._grad
 
     @property
     def spare(self) -> Tensor:

@@ -2,25 +2,34 @@
 
 X is ``[n, D]``, one replica's parameters a row. Nothing is mixed in place: the result goes to ``out``, so that x_t can still
 be read (by a backward pass, or by a neighbour) while it is being averaged. The limit is memory bandwidth, so the paths below
-touch each row of X as few times as they can while it is in the cache. This is the only place where averaging arithmetic lives.
+touch each row of X as few times as they can while it is in the cache. This is the only place where averaging arithmetic lives;
+``mixer.py`` puts it together with rows that come from other processes.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, singledispatch
 
+import numpy as np
+import scipy.sparse
 import torch
 from torch import Tensor
 
-from gossamer.blocks import Block
 from gossamer.errors import GossamerError
+from gossamer.plans import Plan
 from gossamer.rounds import General, Groups, Mean, Permutation, Round, Window
 
 _RESTART = 64  # rows after which a moving sum starts afresh, so that rounding errors do not pile up
 _NARROW = 5  # rows in a window that is summed row by row
 _TILE = 512  # columns of X that a sparse product takes at a time on a CPU: what it gathers stays in the cache
+_PIECE = 1 << 16  # numbers of a row that several passes take at a time: they stay in the cache
 _DENSE = 0.25  # share of non-zero weights from which a dense product is faster than a sparse one
+
+
+Rows = Sequence[Tensor] | Mapping[int, Tensor]  # by replica
 
 
 def reference(round_: Round, x: Tensor) -> Tensor:
@@ -59,23 +68,26 @@ def _(round_: Window, x: Tensor, out: Tensor) -> None:
     the work. The error of a stretch of m rows is about √m roundings, and a row much larger than the others leaves one of its
     own roundings, divided by the width, behind: that is why narrow windows do not move.
     """
+    width = 2 * round_.half + 1
+    _windows(round_, x.unbind(0), range(round_.n), out.unbind(0), lambda i, out: _window_mean(x, i - round_.half, width, out))
+
+
+def _windows(round_: Window, rows: Rows, wanted: range, outs: Sequence[Tensor], first: Callable[[int, Tensor], None]) -> None:
+    """Rows ``wanted`` of the result. ``first(i, out)`` makes the first of a stretch."""
     n, h = round_.n, round_.half
     width = 2 * h + 1
-    rows, outs = x.unbind(0), out.unbind(0)
-    if width <= _NARROW:
-        for i in range(n):
-            torch.add(rows[i - h], rows[i - h + 1], out=outs[i])
-            for j in range(i - h + 2, i + h + 1):
-                outs[i].add_(rows[j % n])
-            outs[i].div_(width)
-        return
     restart = max(_RESTART, 4 * width)
-    for i in range(n):
-        if i % restart == 0:
-            _window_mean(x, i - h, width, outs[i])
+    for k, i in enumerate(wanted):
+        if width <= _NARROW:
+            torch.add(rows[(i - h) % n], rows[(i - h + 1) % n], out=outs[k])
+            for j in range(i - h + 2, i + h + 1):
+                outs[k].add_(rows[j % n])
+            outs[k].div_(width)
+        elif k % restart == 0:
+            first(i, outs[k])
         else:
-            torch.sub(rows[(i + h) % n], rows[i - h - 1], out=outs[i])
-            torch.add(outs[i - 1], outs[i], alpha=1 / width, out=outs[i])
+            torch.sub(rows[(i + h) % n], rows[(i - h - 1) % n], out=outs[k])
+            torch.add(outs[k - 1], outs[k], alpha=1 / width, out=outs[k])
 
 
 def _window_mean(x: Tensor, start: int, width: int, out: Tensor) -> None:
@@ -92,11 +104,15 @@ def _window_mean(x: Tensor, start: int, width: int, out: Tensor) -> None:
 def _(round_: Permutation, x: Tensor, out: Tensor) -> None:
     rows, outs = x.unbind(0), out.unbind(0)
     for i in _cycle_order(round_.source):
-        j = round_.source[i]
-        if i == j:
-            outs[i].copy_(rows[i])
-        else:
-            torch.lerp(rows[i], rows[j], round_.weight, out=outs[i])
+        _swap_half(round_, rows, i, outs[i])
+
+
+def _swap_half(round_: Permutation, rows: Rows, i: int, out: Tensor) -> None:
+    j = round_.source[i]
+    if i == j:
+        out.copy_(rows[i])
+    else:
+        torch.lerp(rows[i], rows[j], round_.weight, out=out)
 
 
 @lru_cache(maxsize=256)
@@ -131,20 +147,43 @@ def _(round_: Groups, x: Tensor, out: Tensor) -> None:
 
 @_apply.register
 def _(round_: General, x: Tensor, out: Tensor) -> None:
-    weights = _weights(round_, x.dtype, x.device)
-    if weights.layout == torch.strided:
-        torch.mm(weights, x, out=out)
-        return
-    tile = _TILE if x.device.type == "cpu" else x.shape[1]
-    for start in range(0, x.shape[1], tile):
+    product([(round_.weights, x)], out)
+
+
+def product(terms: Sequence[tuple[scipy.sparse.csr_array, Tensor]], out: Tensor) -> None:
+    """out <- Σ weights @ rows. Each is sparse or dense, whichever is faster."""
+    pairs = [(_weights(_ById(w), rows.dtype, rows.device), rows) for w, rows in terms if w.shape[1]]
+    sparse = any(w.layout != torch.strided for w, _ in pairs)
+    tile = _TILE if sparse and out.device.type == "cpu" else out.shape[1]
+    for start in range(0, out.shape[1], tile):
         columns = slice(start, start + tile)
-        out[:, columns] = weights @ x[:, columns]
+        for k, (w, rows) in enumerate(pairs):
+            if w.layout == torch.strided and tile == out.shape[1]:
+                torch.mm(w, rows, out=out) if k == 0 else torch.addmm(out, w, rows, out=out)
+            elif k == 0:
+                out[:, columns] = w @ rows[:, columns]
+            else:
+                out[:, columns] += w @ rows[:, columns]
 
 
-@lru_cache(maxsize=64)
-def _weights(round_: General, dtype: torch.dtype, device: torch.device) -> Tensor:
-    w = round_.weights
-    if w.nnz > _DENSE * round_.n**2 or dtype not in (torch.float32, torch.float64):  # no sparse product in half precision
+@dataclass(frozen=True)
+class _ById:
+    """A matrix as a key: by identity, and it stays alive as long as it is in the cache."""
+
+    weights: scipy.sparse.csr_array
+
+    def __hash__(self) -> int:
+        return id(self.weights)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and self.weights is other.weights
+
+
+@lru_cache(maxsize=256)
+def _weights(key: _ById, dtype: torch.dtype, device: torch.device) -> Tensor:
+    w = key.weights
+    half = dtype not in (torch.float32, torch.float64)  # no sparse product in half precision
+    if w.nnz > _DENSE * w.shape[0] * w.shape[1] or half:
         return torch.from_numpy(w.toarray()).to(device, dtype)
     starts, columns = (torch.from_numpy(part.astype("int64")) for part in (w.indptr, w.indices))
     values = torch.from_numpy(w.data)
@@ -153,22 +192,77 @@ def _weights(round_: General, dtype: torch.dtype, device: torch.device) -> Tenso
         return torch.sparse_csr_tensor(starts, columns, values, size=w.shape, check_invariants=True).to(device, dtype)
 
 
-class Mixer:
-    """Applies the Round of the moment to a block. In one process the block is all of X, and nothing has to be waited for."""
+# --- With rows that came from other processes -----------------------------------------------------------------------------
 
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self.round: Round = Mean(n)
 
-    def start(self, block: Block) -> None:
-        """Start to mix ``block.x`` into ``block.spare``. ``block.x`` may be read, not changed, until ``finish``."""
-        mix(self.round, block.x, block.spare)
+def mix_some(round_: Round, plan: Plan, first: int, x: Tensor, received: Tensor, out: Tensor) -> None:
+    """My rows of W X by edges: ``x`` are my own rows, from number ``first`` on; ``received`` is what the plan's parcels brought,
+    in their order. Sums run in the order of the neighbours, never in that of arrival."""
+    mine = range(first, first + len(x))
+    if plan.raw and isinstance(round_, (Window, Permutation)):
+        rows: dict[int, Tensor] = dict(zip(mine, x.unbind(0), strict=True))
+        names = [row for parcel in plan.receives for row in parcel.rows]
+        rows |= dict(zip(names, received.unbind(0), strict=True))
+        outs = out.unbind(0)
+        if isinstance(round_, Permutation):
+            for k, i in enumerate(mine):
+                _swap_half(round_, rows, i, outs[k])
+        else:
+            _windows(round_, rows, mine, outs, lambda i, out: _window_sum(round_, rows, i, out))
+        return
+    patterns, inverse = _distinct(_ById(plan.local), _ById(plan.remote))
+    if len(inverse) == patterns[0].shape[0]:
+        product([(plan.local, x), (plan.remote, received)], out)
+        return
+    made = out.new_empty(patterns[0].shape[0], out.shape[1])
+    product([(patterns[0], x), (patterns[1], received)], made)
+    torch.index_select(made, 0, inverse.to(out.device), out=out)
 
-    def finish(self, block: Block) -> None:
-        """The mixed rows are there and become ``block.x``."""
-        block.swap()
 
-    def mean_(self, rows: Tensor) -> None:
-        """Every row becomes the mean of all n rows."""
-        if self.n > 1:
-            rows.copy_(rows.mean(dim=0, keepdim=True).expand_as(rows))
+def _window_sum(round_: Window, rows: Rows, i: int, out: Tensor) -> None:
+    h, n = round_.half, round_.n
+    torch.add(rows[(i - h) % n], rows[(i - h + 1) % n], out=out)
+    for j in range(i - h + 2, i + h + 1):
+        out.add_(rows[j % n])
+    out.div_(2 * h + 1)
+
+
+@lru_cache(maxsize=256)
+def _distinct(local: _ById, remote: _ById) -> tuple[tuple[scipy.sparse.csr_array, scipy.sparse.csr_array], Tensor]:
+    """Rows of the same weights are worked out once: in a mean all of them are the same."""
+    r = local.weights.shape[0]
+    both = np.hstack([local.weights.toarray(), remote.weights.toarray()])
+    _, index, inverse = np.unique(both, axis=0, return_index=True, return_inverse=True)
+    made = (scipy.sparse.csr_array(both[index, :r]), scipy.sparse.csr_array(both[index, r:]))
+    return made, torch.from_numpy(np.asarray(inverse).reshape(-1))
+
+
+def blend(x: Tensor, own: float, others: Sequence[tuple[float, Tensor]], out: Tensor) -> None:
+    """One row: out <- own·x + Σ weight·row. ``out`` may be ``x``."""
+    if len(others) == 1 and abs(own + others[0][0] - 1) < 1e-12:
+        torch.lerp(x, others[0][1], others[0][0], out=out)
+        return
+    for piece in range(0, x.numel(), _PIECE):  # several passes over what is in the cache
+        part = slice(piece, piece + _PIECE)
+        torch.mul(x[part], own, out=out[part])
+        for weight, row in others:
+            out[part].add_(row[part], alpha=weight)
+
+
+def correct(x: Tensor, snapshot: Tensor, others: Sequence[tuple[float, Tensor]]) -> None:
+    """One row, in place: x <- x + Σ weight·(row - snapshot), in the precision of x. What was sent may be rounded
+    (``snapshot`` and ``row`` in bfloat16) or older than x; the difference is exact, so means are kept."""
+    for piece in range(0, x.numel(), _PIECE):
+        part = slice(piece, piece + _PIECE)
+        target, base = x[part], snapshot[part]
+        base = base if base.dtype == x.dtype else base.to(x.dtype)
+        for weight, row in others:
+            target.add_(row[part].to(x.dtype).sub_(base) if row.dtype != x.dtype else row[part] - base, alpha=weight)
+
+
+def mix_rounded(round_: Round, x: Tensor, out: Tensor) -> Tensor:
+    """out <- X + (W - I) bfloat16(X): what a bfloat16 wire does, in one process. Keeps the mean of X exactly (up to rounding
+    in X's own precision), because 1ᵀ(W - I) = 0."""
+    rounded = x.to(torch.bfloat16).to(x.dtype)
+    mix(round_, rounded, out)
+    return out.add_(x).sub_(rounded)

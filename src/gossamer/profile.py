@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gossamer.mixer import Mixer
 from gossamer.replicas import Replicas
 
 MEASURES = ("gini", "iod", "cv", "qcd")
@@ -33,8 +34,9 @@ class Profile:
         return dispersion(self.norms)
 
 
-def take(replicas: Replicas, step: int, epoch: int, received: int) -> Profile:
-    return Profile(step, epoch, norms(replicas), consensus_distance(replicas), received)
+def take(replicas: Replicas, step: int, epoch: int, received: int, mixer: Mixer | None = None) -> Profile:
+    mixer = mixer or Mixer(replicas.r)
+    return Profile(step, epoch, mixer.gather(norms(replicas)), consensus_distance(replicas, mixer), received)
 
 
 def norms(replicas: Replicas) -> Tensor:
@@ -47,16 +49,17 @@ def norms(replicas: Replicas) -> Tensor:
     return torch.stack([column.float() for column in columns], dim=1).cpu()
 
 
-def consensus_distance(replicas: Replicas) -> float:
+def consensus_distance(replicas: Replicas, mixer: Mixer | None = None) -> float:
     """sqrt of the mean over replicas of ‖x_i - x̄‖²."""
-    total = 0.0
+    mixer = mixer or Mixer(replicas.r)
+    total = torch.zeros(1, dtype=torch.float64)
     for block in replicas.blocks:
-        # The mean as an offset from replica 0, so that equal replicas are at distance exactly 0.
+        # The mean as an offset from the first row, so that equal replicas are at distance exactly 0.
         first = block.x[0]
-        mean = first + sum((rows - first).sum(dim=0) for rows in block.x.split(_ROWS)) / replicas.r
+        mean = mixer.mean(first + sum((rows - first).sum(dim=0) for rows in block.x.split(_ROWS)) / replicas.r, "profile")
         for rows in block.x.split(_ROWS):
             total += float(torch.linalg.vector_norm(rows - mean)) ** 2
-    return math.sqrt(total / replicas.r)
+    return math.sqrt(float(mixer.mean(total, "profile")) / replicas.r)
 
 
 def dispersion(values: Tensor) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from gossamer.backends import Backend, Batch, Loss, choose
 from gossamer.blocks import Block
 from gossamer.errors import GossamerError
 
+Across = Callable[[Tensor], Tensor]
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
@@ -218,21 +219,26 @@ class Replicas:
         finally:
             self.template.train(was_training)
 
-    def mean_state(self) -> dict[str, Tensor]:
-        """Parameters and floating-point buffers averaged over the rows; other buffers are the first replica's."""
+    def mean_state(self, across: Across = lambda row: row) -> dict[str, Tensor]:
+        """Parameters and floating-point buffers averaged over the rows; other buffers are the first replica's. ``across``: the
+        mean of a flat tensor over processes, if there are several."""
         state = dict(self.frozen)
         for block in self.blocks:
-            mean = block.x.mean(dim=0)
+            mean = across(block.x.mean(dim=0))
             for slot in block.slots:
                 state[slot.name] = mean.as_strided(slot.shape, slot.strides, slot.start)
         for name, stacked in self.buffers.items():
-            state[name] = stacked.mean(dim=0) if stacked.is_floating_point() else stacked[0].clone()
+            if stacked.is_floating_point():
+                mean = stacked.mean(dim=0)
+                state[name] = across(mean.flatten()).reshape(mean.shape)
+            else:
+                state[name] = stacked[0].clone()
         return state
 
     @contextlib.contextmanager
-    def averaged(self) -> Iterator[nn.Module]:
+    def averaged(self, across: Across = lambda row: row) -> Iterator[nn.Module]:
         """The averaged model as an ordinary module, in evaluation mode, for as long as the block lasts."""
-        state = self.mean_state()
+        state = self.mean_state(across)
         was_training = self.template.training
         for params, block in zip(self._trainable, self.blocks, strict=True):
             for p, slot in zip(params, block.slots, strict=True):

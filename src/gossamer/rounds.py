@@ -13,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 import scipy.sparse
+from scipy.sparse.csgraph import connected_components
 
 Verb = Literal["none", "edges", "slices"]
 
@@ -39,22 +40,23 @@ class Round(ABC):
         """How many replicas one transfer by slices ties together: all of them, or a group."""
         return self.n
 
-    def verb(self) -> Verb:
+    def verb(self, edge_share: float = 1.0) -> Verb:
         """How rows travel between workers: neighbour by neighbour, or everyone's column slice to its owner and back.
 
-        The cheaper one is taken; at equal cost edges, where nobody waits for a stranger.
+        The cheaper one is taken; at equal cost edges, where nobody waits for a stranger. ``edge_share``: what a row by edges
+        weighs against one by slices (0.5 for float32 rows that travel by edges in bfloat16).
         """
         if self.degree == 0:
             return "none"
-        return "edges" if self.degree <= self._slices() else "slices"
+        return "edges" if self.degree * edge_share <= self._slices() else "slices"
 
-    def cost(self, row_bytes: int) -> int:
+    def cost(self, row_bytes: int, edge_share: float = 1.0) -> int:
         """Bytes that the busiest replica receives when each row has its own worker. The only definition of bytes in Gossamer.
 
         By edges: one row from each neighbour. By slices: a mean (or any other W) over m workers costs 2(m-1)/m rows,
         as an all-reduce does.
         """
-        return round(min(float(self.degree), self._slices()) * row_bytes)
+        return round(min(self.degree * edge_share, self._slices()) * row_bytes)
 
     def _slices(self) -> float:
         return 2 * (self.span - 1) / self.span
@@ -155,6 +157,11 @@ class General(Round):
         start, end = self.weights.indptr[i : i + 2]
         pairs = zip(self.weights.indices[start:end], self.weights.data[start:end], strict=True)
         return {int(j): float(w) for j, w in pairs}
+
+    @cached_property
+    def span(self) -> int:
+        """The largest set of replicas that hear of each other in this one step."""
+        return int(np.bincount(connected_components(self.weights, directed=False)[1]).max())
 
     @cached_property
     def degree(self) -> int:

@@ -16,9 +16,10 @@ from gossamer import checkpoint, profile
 from gossamer.algorithms import algorithm
 from gossamer.backends import Backend
 from gossamer.errors import GossamerError
+from gossamer.exchange import Exchange
 from gossamer.graphs import Graph
 from gossamer.learning_rates import LearningRate
-from gossamer.mixing import Mixer
+from gossamer.mixer import Mixer, Wire
 from gossamer.optim import BlockOptimizer, Recipe
 from gossamer.profile import Profile
 from gossamer.replicas import Replicas
@@ -49,6 +50,7 @@ class Settings:
     vmap_randomness: bool = False
     profile_every: int = 0  # steps; 0: never
     device: str = "cpu"
+    wire: Wire = "float32"  # bfloat16: rows that travel by edges are rounded (see mixer.py)
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ class Evaluation:
 
 
 class Trainer:
-    """``graph``: a name, a Graph or a Schedule. ``allreduce`` needs none."""
+    """``graph``: a name, a Graph or a Schedule. ``allreduce`` needs none. ``exchange``: if the replicas are spread over several
+    processes; every one of them makes the same Trainer and calls the same methods."""
 
     def __init__(
         self,
@@ -86,6 +89,7 @@ class Trainer:
         settings: Settings,
         graph: str | Graph | Schedule = "complete",
         *,
+        exchange: Exchange | None = None,
         on_profile: Callable[[Profile], None] | None = None,
         on_epoch: Callable[[EpochRecord], None] | None = None,
         on_step: Callable[[int, float], None] | None = None,
@@ -104,9 +108,11 @@ class Trainer:
         self.device = torch.device(settings.device)
         self.on_profile, self.on_epoch, self.on_step = on_profile, on_epoch, on_step
         self.schedule = schedule("complete" if kind.averages_gradients else graph, n)
+        self.mixer = Mixer(n, exchange, settings.wire)
         self.replicas = Replicas(
             task.build,
-            n,
+            len(self.mixer.rows),
+            first=self.mixer.rows.start,
             init=settings.init,
             seed=settings.seed,
             device=settings.device,
@@ -115,7 +121,6 @@ class Trainer:
         )
         self.algorithm = kind(BlockOptimizer(settings.optimizer, self.replicas))
         self.learning_rate = settings.learning_rate or LearningRate(settings.optimizer.lr)
-        self.mixer = Mixer(n)
         self.train = tuple(t.to(self.device) for t in task.train)
         self.batches = sampler(settings.partition, self.train, n, settings.batch, settings.seed)
         self.test = tuple(t.to(self.device) for t in task.test)
@@ -127,6 +132,8 @@ class Trainer:
         self._epoch_loss = torch.zeros((), dtype=torch.float64)
         self._epoch_degree = 0
         self.seconds = 0.0
+        if exchange is not None:
+            exchange.link.agree({key: str(value) for key, value in self._fingerprint().items()})
 
     @property
     def epoch(self) -> int:
@@ -143,7 +150,7 @@ class Trainer:
         there after each epoch (or every ``save_every`` steps)."""
         end = self.steps if until is None else min(until, self.steps)
         per_epoch = self.batches.steps_per_epoch
-        while self.step < end and not stop():
+        while self.step < end and not self._agreed(stop()):
             began = time.perf_counter()
             self._train_one_step()
             self.seconds += time.perf_counter() - began
@@ -153,14 +160,21 @@ class Trainer:
                 self.save(save)
         return self.history
 
+    def _agreed(self, stop: bool) -> bool:
+        """All processes stop after the same step: when the first one says so."""
+        return bool(self.mixer.gather(torch.tensor([float(stop)]), "stop?")[0])
+
     def _train_one_step(self) -> None:
         t, epoch = self.step, self.epoch
         graph = self.schedule.graph(t, epoch, self.settings.epochs, self.signals)
         self.mixer.round = Mean(graph.n) if self.algorithm.averages_gradients else graph.round(t)
         self.algorithm.optimizer.set_lr(self.learning_rate.at(t, self.steps, self.settings.replicas))
-        self.bytes += self.mixer.round.cost(self.replicas.row_bytes)
+        self.mixer.step = t
+        self.bytes += self.mixer.cost(self.replicas.row_bytes)
         self.algorithm.begin(self.replicas, self.mixer, self._look)
-        losses = self.replicas.gradients(self.task.loss, self.batches.batch(t), t)
+        mine = self.mixer.rows
+        losses = self.replicas.gradients(self.task.loss, self.batches.batch(t, mine.start, len(mine)), t)
+        losses = self.mixer.gather(losses, "loss")
         self._check(losses, t)
         self.algorithm.finish(self.replicas, self.mixer, self._look)
         loss = losses.double().mean().cpu()
@@ -175,24 +189,24 @@ class Trainer:
         if bad:
             more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
             raise TrainingDiverged(
-                f"the loss of replica {self.replicas.first + bad[0]}{more} is {float(losses[bad[0]])} at step {t} "
+                f"the loss of replica {bad[0]}{more} is {float(losses[bad[0]])} at step {t} "
                 f"(epoch {self.epoch}); a smaller learning rate or gradient clipping may help. The last checkpoint is kept"
             )
 
     def check_parameters(self) -> None:
         """A gradient that is not a number with a loss that is one: found before it can reach a checkpoint."""
         for block in self.replicas.blocks:
-            bad = (~torch.isfinite(block.x.sum(dim=1))).nonzero().flatten().tolist()
+            bad = (~torch.isfinite(self.mixer.gather(block.x.sum(dim=1)))).nonzero().flatten().tolist()
             if bad:
                 raise TrainingDiverged(
-                    f"the parameters of replica {self.replicas.first + bad[0]} are not finite after step {self.step - 1} "
+                    f"the parameters of replica {bad[0]} are not finite after step {self.step - 1} "
                     f"(epoch {self.epoch}), though its loss was; the last checkpoint is kept"
                 )
 
     def _look(self) -> None:
         every = self.settings.profile_every
         if every and self.step % every == 0:
-            seen = profile.take(self.replicas, self.step, self.epoch, self.bytes)
+            seen = profile.take(self.replicas, self.step, self.epoch, self.bytes, self.mixer)
             self.signals["consensus_distance"] = seen.consensus_distance
             for name, values in seen.dispersion().items():
                 self.signals[name] = float(values.mean())
@@ -214,7 +228,7 @@ class Trainer:
             graph=self.schedule.changes[-1].graph,
             degree=self._epoch_degree / per_epoch,
             bytes=self.bytes,
-            consensus_distance=profile.consensus_distance(self.replicas),
+            consensus_distance=profile.consensus_distance(self.replicas, self.mixer),
             seconds=self.seconds,
         )
         self._epoch_loss.zero_()
@@ -227,16 +241,17 @@ class Trainer:
 
     def value(self) -> float:
         """The metric of the averaged model on the test data."""
-        with self.replicas.averaged() as model:
+        with self.replicas.averaged(self.mixer.mean) as model:
             return self.task.metric.of(model, self.test)
 
     def evaluate(self) -> Evaluation:
         """The averaged model, and every single replica: takes n times as long as :meth:`value`."""
-        values = []
+        mine = []
         for i in range(self.replicas.r):
             with self.replicas.replica(i) as model:
-                values.append(self.task.metric.of(model, self.test))
-        with self.replicas.averaged() as model:  # on as many training samples as there are test samples
+                mine.append(self.task.metric.of(model, self.test))
+        values = self.mixer.gather(torch.tensor(mine, dtype=torch.float64), "evaluate").tolist()
+        with self.replicas.averaged(self.mixer.mean) as model:  # on as many training samples as there are test samples
             seen = self.task.metric.of(model, tuple(tensor[: len(self.test[0])] for tensor in self.train))
         return Evaluation(self.value(), sum(values) / len(values), self.task.metric.worst(values), seen)
 
@@ -309,5 +324,6 @@ class Trainer:
             "seed": s.seed,
             "partition": s.partition,
             "init": s.init,
+            "wire": s.wire,
             "tensors": [[slot.name, list(slot.shape)] for block in self.replicas.blocks for slot in block.slots],
         }

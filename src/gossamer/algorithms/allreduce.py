@@ -1,7 +1,7 @@
 """Centralized training: gradients are averaged over all replicas every step, so all replicas stay the same."""
 
 from gossamer.algorithms.base import Algorithm, Look
-from gossamer.mixing import Mixer
+from gossamer.mixer import Mixer
 from gossamer.replicas import Replicas
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from gossamer.errors import GossamerError
-from gossamer.mixing import Mixer
+from gossamer.mixer import Mixer
 from gossamer.optim import BlockOptimizer
 from gossamer.replicas import Replicas
 

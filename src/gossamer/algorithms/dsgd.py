@@ -1,7 +1,7 @@
 """Decentralized SGD in both orders, with any optimizer d(·): "D-PSGD", and "D-Adam" when d is Adam."""
 
 from gossamer.algorithms.base import Algorithm, Look
-from gossamer.mixing import Mixer
+from gossamer.mixer import Mixer
 from gossamer.replicas import Replicas
 
 

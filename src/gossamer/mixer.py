@@ -1,0 +1,222 @@
+"""A Mixer applies the Round of the moment to a block of rows: by itself, or with rows that Exchange brings from other processes.
+
+``start`` before the forward pass, ``finish`` after the backward pass: between the two, rows are on their way while the process
+computes. Whoever uses it never knows how many processes there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gossamer import mixing
+from gossamer.blocks import Block
+from gossamer.errors import GossamerError
+from gossamer.exchange import Exchange, Flight
+from gossamer.links import Tag
+from gossamer.plans import Plan, plan, rows_of
+from gossamer.rounds import Mean, Round
+
+Wire = Literal["float32", "bfloat16"]
+
+
+@dataclass
+class _Mixing:
+    """One block on its way."""
+
+    round: Round
+    plan: Plan
+    flight: Flight | None = None
+    received: Tensor | None = None  # edges: what arrives, a row each
+    result: Tensor | None = None  # slices: what comes back
+    snapshot: Tensor | None = None  # the rows as they were sent, if not straight out of the block
+
+
+class Mixer:
+    """``wire="bfloat16"``: rows that travel by edges are rounded, one's own stays exact: x + Σ w(bf16(x_j) - bf16(x_i)).
+    ``send_copy``: send from a copy, so that a slow receiver does not hold a fast sender, and parameters may change meanwhile."""
+
+    def __init__(self, n: int, exchange: Exchange | None = None, wire: Wire = "float32", send_copy: bool = False) -> None:
+        if wire not in ("float32", "bfloat16"):
+            raise GossamerError(f"wire={wire!r} is not known; rows travel as 'float32' or 'bfloat16'")
+        self.n, self.exchange, self.wire, self.send_copy = n, exchange, wire, send_copy
+        self.rows = rows_of(exchange.rank, n, exchange.size) if exchange else range(n)
+        self.round: Round = Mean(n)
+        self.step = 0
+        self._mixing: dict[int, _Mixing] = {}
+        self._departures: dict[int, Flight] = {}  # sent from a copy, perhaps not yet taken by their receivers
+        self._buffers: dict[tuple[int, str, torch.dtype], Tensor] = {}
+
+    def edge_share(self, dtype: torch.dtype) -> float:
+        """What a row by edges weighs on the wire against one in its own precision."""
+        rounded = self.wire == "bfloat16" and dtype in (torch.float32, torch.float64)
+        return torch.bfloat16.itemsize / dtype.itemsize if rounded else 1.0
+
+    def cost(self, row_bytes: int) -> int:
+        """Bytes of this Round per replica, as ``Round.cost`` defines them, with what the wire saves."""
+        return self.round.cost(row_bytes, self.edge_share(torch.float32))
+
+    # --- Start and finish ------------------------------------------------------------------------------------------------
+
+    def start(self, block: Block) -> None:
+        """Start to mix ``block.x``. It may be read, not changed, until ``finish`` (but see ``send_copy``)."""
+        share = self.edge_share(block.dtype)
+        rounded = share < 1 and self.round.verb(share) == "edges"
+        if self.exchange is None:
+            (mixing.mix_rounded if rounded else mixing.mix)(self.round, block.x, block.spare)
+            return
+        made = plan(self.round, self.exchange.size, self.exchange.rank, rounded)
+        state = self._mixing[id(block)] = _Mixing(self.round, made)
+        tag = self.exchange.step_tag(self.step)
+        if made.verb == "edges":
+            self._start_edges(block, state, tag, rounded)
+        elif made.verb == "slices":
+            self._start_slices(block, state, tag)
+
+    def _start_edges(self, block: Block, state: _Mixing, tag: Tag, rounded: bool) -> None:
+        assert self.exchange is not None
+        dtype = torch.bfloat16 if rounded else block.dtype
+        if rounded or self.send_copy:
+            self._take_off(block)
+            state.snapshot = self._buffer(block, "snapshot", block.r, dtype)
+            state.snapshot.copy_(block.x)
+        source = block.x if state.snapshot is None else state.snapshot
+        outgoing: list[tuple[int, Tensor]] = []
+        for k, parcel in enumerate(state.plan.sends):
+            local = [row - self.rows.start for row in parcel.rows]
+            if parcel.sums is None:
+                outgoing += [(parcel.peer, source[row]) for row in local]
+            else:
+                sums = self._buffer(block, f"sums {k}", parcel.count, dtype)
+                weights = torch.from_numpy(parcel.sums).to(block.x)
+                torch.mm(weights, source if len(local) == block.r else source[local], out=sums)
+                outgoing.append((parcel.peer, sums))
+        count = sum(parcel.count for parcel in state.plan.receives)
+        state.received = self._buffer(block, "received", count, dtype)
+        parts = state.received.split([parcel.count for parcel in state.plan.receives]) if count else ()
+        incoming = [(parcel.peer, part) for parcel, part in zip(state.plan.receives, parts, strict=True)]
+        if state.snapshot is not None:
+            self._departures[id(block)], state.flight = self.exchange.edges_apart(outgoing, incoming, tag)
+        else:
+            state.flight = self.exchange.edges(outgoing, incoming, tag)
+
+    def _start_slices(self, block: Block, state: _Mixing, tag: Tag) -> None:
+        assert self.exchange is not None
+        assert state.plan.inner is not None
+        rows = block.x
+        if self.send_copy:
+            rows = state.snapshot = self._buffer(block, "snapshot", block.r, block.dtype)
+            rows.copy_(block.x)
+        if state.plan.reduced and block.r > 1:
+            rows = torch.mean(rows, dim=0, keepdim=True, out=self._buffer(block, "mean", 1, block.dtype))
+        state.result = self._buffer(block, "result", rows.shape[0], block.dtype)
+        inner, members = state.plan.inner, state.plan.members
+        mine = self.exchange.owned(rows.shape[1], members)
+        x, y = (self._buffer(block, what, len(members) * len(rows), block.dtype, mine) for what in ("columns", "mixed columns"))
+        state.flight = self.exchange.slices(rows, state.result, members, lambda x, y: mixing.mix(inner, x, y), tag, (x, y))
+
+    def settle(self) -> None:
+        """Wait until everything that was started has arrived. ``finish`` is still to come."""
+        for state in self._mixing.values():
+            if state.flight is not None:
+                state.flight.wait()
+
+    def finish(self, block: Block) -> None:
+        """The mixed rows are there and become ``block.x``, which is another buffer than before."""
+        state = self._mixing.pop(id(block), None)
+        if state is not None:
+            self._combine(block, state)
+        block.swap()
+
+    def _combine(self, block: Block, state: _Mixing) -> None:
+        x, out = block.x, block.spare
+        if state.flight is not None:
+            state.flight.wait()
+        if state.result is not None:
+            out.copy_(state.result.expand_as(out))
+        elif state.plan.verb == "none":
+            out.copy_(x)
+        elif state.snapshot is not None and state.snapshot.dtype != block.dtype:
+            assert state.received is not None
+            sent = state.snapshot.to(block.dtype)
+            mixing.product([(state.plan.local, sent), (state.plan.remote, state.received.to(block.dtype))], out)
+            out.add_(x).sub_(sent)
+        elif block.r == 1:
+            own, others = self._terms(state)
+            mixing.blend(x[0], own, others, out[0])
+        else:
+            assert state.received is not None
+            mixing.mix_some(state.round, state.plan, self.rows.start, x, state.received, out)
+
+    def finish_in_place(self, block: Block) -> None:
+        """For one row per process: the mixed row is written to where the row is, so that parameters stay in their place."""
+        state = self._mixing.pop(id(block), None)
+        if state is None or state.flight is None:
+            return
+        state.flight.wait()
+        x = block.x[0]
+        if state.result is not None and state.snapshot is not None:
+            mixing.correct(x, state.snapshot[0], [(1.0, state.result[0])])
+        elif state.result is not None:
+            x.copy_(state.result[0])
+        elif state.snapshot is not None:
+            mixing.correct(x, state.snapshot[0], self._terms(state)[1])
+        else:
+            mixing.blend(x, *self._terms(state), out=x)
+
+    def _terms(self, state: _Mixing) -> tuple[float, list[tuple[float, Tensor]]]:
+        weights = state.round.neighbors(self.rows.start)
+        assert state.received is not None
+        others = [(weights[parcel.rows[0]], row) for parcel, row in zip(state.plan.receives, state.received, strict=True)]
+        return weights.get(self.rows.start, 0.0), others
+
+    # --- Means -----------------------------------------------------------------------------------------------------------
+
+    def mean_(self, rows: Tensor) -> None:
+        """Every row becomes the mean of all n rows."""
+        if self.n > 1:
+            mean = rows if len(rows) == 1 else rows.mean(dim=0, keepdim=True)
+            rows.copy_(self.mean(mean[0]).expand_as(rows))
+
+    def mean(self, row: Tensor, what: str = "mean()") -> Tensor:
+        """The mean over all processes of a flat tensor."""
+        exchange = self.exchange
+        if exchange is None or row.numel() == 0:
+            return row
+        out = torch.empty_like(row)
+        everyone = Mean(exchange.size)
+        exchange.slices(
+            row.unsqueeze(0),
+            out.unsqueeze(0),
+            range(exchange.size),
+            lambda x, y: mixing.mix(everyone, x, y),
+            exchange.collective_tag(),
+            what=what,
+        ).wait()
+        return out
+
+    def gather(self, rows: Tensor, what: str = "profile") -> Tensor:
+        """My rows ``[r, …]`` and everyone else's, ``[n, …]``. For small ones."""
+        if self.exchange is None:
+            return rows
+        return self.exchange.gather(rows.contiguous().flatten(), what).reshape(-1, *rows.shape[1:])
+
+    # --- Buffers ---------------------------------------------------------------------------------------------------------
+
+    def _take_off(self, block: Block) -> None:
+        """What was sent from the snapshot of the last step has left, so that it may be written again."""
+        flight = self._departures.pop(id(block), None)
+        if flight is not None:
+            flight.wait()
+
+    def _buffer(self, block: Block, what: str, rows: int, dtype: torch.dtype, columns: int | None = None) -> Tensor:
+        """Reused from step to step; grows when a Round brings more rows than any before."""
+        width = block.x.shape[1] if columns is None else columns
+        key = (id(block), what, dtype)
+        held = self._buffers.get(key)
+        if held is None or held.shape[0] < rows or held.shape[1] != width:
+            held = self._buffers[key] = torch.empty(rows, width, dtype=dtype, device=block.x.device)
+        return held[:rows]

@@ -1,0 +1,82 @@
+"""One launch runs every case of test_parity.py in this layout and writes my rows of the result."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+
+from gossamer import Recipe, Settings, Trainer
+from gossamer.exchange import Exchange
+from gossamer.links import open_link
+from gossamer.tasks import Task
+from tests.models import Cnn, mlp, task
+
+N, STEPS = 8, 30
+GRAPHS = (
+    "complete",
+    "ring",
+    "lattice:k=4",
+    "torus",
+    "exponential",
+    "star",
+    "one-peer-exponential",
+    "one-peer-ring",
+    "hypercube",
+    "random-matching:seed=3",
+    "alternating-exponential-ring:per_node=2",
+    "base:k=2",
+    "equi-dynamic:seed=1",
+    "ada",
+)
+
+
+def cases():
+    """(name, task, settings, graph)"""
+    momentum = Recipe("sgd", 0.05, {"momentum": 0.9, "weight_decay": 1e-3})
+    base = Settings(N, 4, 8, optimizer=momentum, backend="loop", seed=5)
+    toy = task(mlp)
+    exact = Task("exact", lambda: mlp().double(), (toy.train[0].double(), toy.train[1]), (toy.test[0].double(), toy.test[1]))
+    for kind in ("double", "float"):
+        which = exact if kind == "double" else toy
+        for graph in GRAPHS if kind == "double" else ("complete", "ring", "torus", "one-peer-exponential"):
+            for order in ("dsgd-awc", "dsgd-atc"):
+                yield f"{kind} {order} {graph}", which, replace(base, algorithm=order), graph
+        yield f"{kind} allreduce", which, replace(base, algorithm="allreduce"), "complete"
+    adam = replace(base, optimizer=Recipe("adam", 0.01), init="different")
+    for order in ("dsgd-awc", "dsgd-atc"):
+        yield f"double {order} adam, different starts, exponential", exact, replace(adam, algorithm=order), "exponential"
+    norm = task(Cnn)
+    for algorithm in ("dsgd-awc", "dsgd-atc", "allreduce"):
+        yield f"float {algorithm} BatchNorm, ring", norm, replace(base, algorithm=algorithm), "ring"
+    for graph in ("one-peer-exponential", "ring"):
+        # In double, because what differs in the last digit may be rounded to another bfloat16.
+        yield f"double bfloat16 wire, {graph}", exact, replace(base, wire="bfloat16"), graph
+
+
+def main(out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    link = open_link(torch.device("cpu"), timeout=60)
+    rank = link.rank if link else 0
+    exchange = Exchange(link) if link else None
+    tensors = {}
+    for name, toy, settings, graph in cases():
+        if exchange:
+            link.store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        trainer = Trainer(toy, settings, graph, exchange=exchange)
+        trainer.run(until=STEPS)
+        for k, block in enumerate(trainer.replicas.blocks):
+            tensors[f"{name}|x{k}"] = block.x.clone()
+        for key, stacked in trainer.replicas.buffers.items():
+            tensors[f"{name}|{key}"] = stacked.clone()
+        tensors[f"{name}|value"] = torch.tensor(
+            [trainer.value(), trainer.history[-1].train_loss, trainer.history[-1].consensus_distance]
+        )
+    safetensors.torch.save_file(tensors, out / f"rank-{rank}.safetensors")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,69 @@
+"""Starts real worker processes for the tests, as torchrun would, and collects what they print."""
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Worker:
+    code: int
+    out: str
+    err: str
+
+
+def start(p, command, env=None, only=None):
+    """``command`` (after the interpreter) in p processes; ``only``: the ranks that are really started."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    base = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(p),
+        "LOCAL_WORLD_SIZE": str(p),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            env=base | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (env or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for rank in (range(p) if only is None else only)
+    ]
+
+
+def finish(processes, timeout=240):
+    """Wait for all; whoever is still there after ``timeout`` seconds is ended, and its code is not 0."""
+    results = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=timeout)
+            results.append(Worker(process.returncode, out, err))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    return results
+
+
+def run(p, command, env=None, timeout=240, only=None):
+    return finish(start(p, command, env, only), timeout)
+
+
+def run_ok(p, command, env=None, timeout=240):
+    results = run(p, command, env, timeout)
+    for rank, worker in enumerate(results):
+        assert worker.code == 0, f"rank {rank} ended with {worker.code}\n{worker.out}\n{worker.err}"
+    return results
