@@ -64,8 +64,6 @@ def main(out: Path) -> None:
     exchange = Exchange(link) if link else None
     tensors = {}
     for name, toy, settings, graph in cases():
-        if exchange:
-            link.store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
         trainer = Trainer(toy, settings, graph, exchange=exchange)
         trainer.run(until=STEPS)
         for k, block in enumerate(trainer.replicas.blocks):

@@ -334,7 +334,7 @@ def test_a_nan_on_one_replica_is_named_and_the_checkpoint_kept(tmp_path):
     original = trainer.batches.batch
     poisoned = original(12)[0].clone()
     poisoned[5, 0] = float("nan")
-    trainer.batches.batch = lambda t: (poisoned, original(t)[1]) if t == 12 else original(t)
+    trainer.batches.batch = lambda t, *rows: (poisoned, original(t)[1]) if t == 12 else original(t)
     with pytest.raises(TrainingDiverged, match="replica 5 is nan at step 12 .epoch 1."):
         trainer.run(save=path)
     resumed = Trainer(task(), made, "ring")

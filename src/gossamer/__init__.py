@@ -5,6 +5,7 @@ from gossamer.errors import GossamerError
 from gossamer.graphs import Graph
 from gossamer.learning_rates import Constant, InverseSqrt, LearningRate, StepDecay, WarmupCosine
 from gossamer.optim import Recipe
+from gossamer.parallel import DecentralizedDataParallel
 from gossamer.replicas import Replicas
 from gossamer.schedules import Ada, Fixed, Schedule
 from gossamer.tasks import ACCURACY, Metric, Task
@@ -14,6 +15,7 @@ __all__ = [
     "ACCURACY",
     "Ada",
     "Constant",
+    "DecentralizedDataParallel",
     "EpochRecord",
     "Evaluation",
     "Fixed",

@@ -7,11 +7,14 @@ so that kernels (and their rounding) behave as on a separate tensor.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from gossamer.errors import GossamerError
 
 _ALIGN = 64  # bytes
 
@@ -78,11 +81,15 @@ class Block:
         """``flat`` (x or grad) as ``{name: [r, *shape]}``, in the memory format of the original parameter."""
         key = flat.data_ptr()
         if key not in self._views:
-            self._views[key] = {
-                s.name: flat.as_strided((self.r, *s.shape), (flat.stride(0), *s.strides), flat.storage_offset() + s.start)
-                for s in self.slots
-            }
+            self._views[key] = self.tensors_of(flat)
         return self._views[key]
+
+    def tensors_of(self, flat: Tensor) -> dict[str, Tensor]:
+        """The same for any tensor of the block's shape, made anew each time."""
+        return {
+            s.name: flat.as_strided((self.r, *s.shape), (flat.stride(0), *s.strides), flat.storage_offset() + s.start)
+            for s in self.slots
+        }
 
     def rows(self, flat: Tensor) -> list[list[Tensor]]:
         """``flat`` as one list of tensors per replica, in the order of ``slots``."""
@@ -101,3 +108,24 @@ def _dense_strides(p: Tensor) -> tuple[int, ...]:
             return torch.empty(p.shape, device="meta").stride()
         expected *= size
     return p.stride()
+
+
+def check_parameters(module: nn.Module) -> None:
+    """Whether the parameters can be rows of a block at all."""
+    params = dict(module.named_parameters())
+    if not any(p.requires_grad for p in params.values()):
+        raise GossamerError(f"{type(module).__name__} has no trainable parameters, so there is nothing to train or average")
+    places: list[tuple[int, int, str]] = []
+    for name, p in params.items():
+        if p.layout != torch.strided or not p.dtype.is_floating_point:
+            raise GossamerError(
+                f"parameter {name!r} is {p.dtype} ({p.layout}); only dense floating-point parameters can be averaged"
+            )
+        places.append((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name))
+    places.sort()
+    for (_, end, name), (start, _, other) in itertools.pairwise(places):
+        if start < end:
+            raise GossamerError(
+                f"parameters {name!r} and {other!r} share memory but are not the same Parameter; "
+                "tie weights by assigning the same Parameter object to both"
+            )

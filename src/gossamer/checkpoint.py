@@ -18,12 +18,15 @@ _FORMAT = "gossamer-checkpoint-1"
 
 
 def save(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+    write(path, tensors, {"format": _FORMAT, "header": json.dumps(header)})
+
+
+def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Written beside ``path`` and moved there in one step, so a crash leaves the old file or the new one."""
     name = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        compact = {key: tensor.contiguous() for key, tensor in tensors.items()}
-        safetensors.torch.save_file(compact, name, metadata={"format": _FORMAT, "header": json.dumps(header)})
+        safetensors.torch.save_file(_apart(tensors), name, metadata=metadata)
         with open(name, "rb") as file:
             os.fsync(file.fileno())
         os.replace(name, path)
@@ -31,6 +34,17 @@ def save(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None
         raise GossamerError(f"the checkpoint {path} can't be written: {error}; the one before it is kept") from None
     finally:
         name.unlink(missing_ok=True)
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """safetensors takes contiguous tensors that share no memory; tied ones are written twice, views of one buffer copied."""
+    seen: set[int] = set()
+    made: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        made[key] = tensor.clone(memory_format=torch.contiguous_format) if storage in seen else tensor.contiguous()
+        seen.add(storage)
+    return made
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:

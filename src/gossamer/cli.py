@@ -145,6 +145,44 @@ def tasks_command() -> None:
     typer.echo("\n".join(tasks.names()))
 
 
+lab_app = typer.Typer(help="Several hosts with limited links, on this one Linux machine.", no_args_is_help=True)
+app.add_typer(lab_app, name="lab")
+
+
+@lab_app.command("run", context_settings={"allow_interspersed_args": False})
+def lab_run_command(
+    command: Annotated[
+        list[str], typer.Argument(metavar="COMMAND", help="What to run, such as: python train.py. It may follow --.")
+    ],
+    hosts: Annotated[int, typer.Option(help="Hosts, each in a network namespace of its own.")] = 2,
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            help="What a host can send: 1gbit for all, or 1gbit,200mbit one by one. [default: no limit]", show_default=False
+        ),
+    ] = None,
+    workers_per_host: Annotated[int, typer.Option(help="Processes on each host.")] = 1,
+    keep_going: Annotated[bool, typer.Option("--keep-going", help="When one fails, leave the others alone.")] = False,
+) -> None:
+    """Run a command on every host of a small network, as root.
+
+    Each process gets RANK, WORLD_SIZE, MASTER_ADDR …, so init_process_group("gloo") just works. torchrun is started once per host.
+    """
+    from gossamer.lab import Lab
+
+    try:
+        with Lab(hosts, rate) as lab:
+            result = lab.run(command, workers_per_host=workers_per_host, keep_going=keep_going)
+    except KeyboardInterrupt:
+        typer.echo("gossamer: interrupted; everything in the lab has ended", err=True)
+        raise typer.Exit(130) from None
+    sums = "; ".join(f"host {h} {c.sent_bytes / 1e6:.1f} / {c.received_bytes / 1e6:.1f}" for h, c in enumerate(result.traffic))
+    typer.echo(f"{result.seconds:.1f} s. MB sent / received: {sums}")
+    if result.first_failed is not None:
+        typer.echo(f"gossamer: [{result.names[result.first_failed]}] failed first, with exit code {result.exit_code}", err=True)
+        raise typer.Exit(result.exit_code)
+
+
 def main() -> None:
     try:
         app()

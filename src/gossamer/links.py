@@ -54,6 +54,7 @@ class Link:
     def __init__(self, store: Any, rank: int, size: int, timeout: float = 300.0, epoch: int = 0) -> None:
         self.rank, self.size, self.timeout, self.epoch = rank, size, timeout, epoch
         self.store = dist.PrefixStore(f"gossamer/{next(_opened)}/{epoch}", store)
+        self._agreements = 0
         self._arrive()
         self._group = self._open()
 
@@ -78,22 +79,32 @@ class Link:
 
     def agree(self, signature: dict[str, str]) -> None:
         """All processes have the same signature, or all of them get an error that says what differs and where."""
-        self.store.set(f"signature/{self.rank}", json.dumps(signature))
+        self._agreements += 1
+        at = f"agreement/{self._agreements}"
         if self.rank == 0:
-            keys = [f"signature/{q}" for q in range(self.size)]
-            self._wait(keys, "did not say how it is set up")
-            self.store.set("verdict", _verdict([json.loads(self.store.get(key)) for key in keys]))
-        self._wait(["verdict"], "(rank 0) did not compare the set-ups", by=0)
-        verdict = self.store.get("verdict").decode()
+            self.store.set(f"{at}/signature", json.dumps(signature))
+        self._wait([f"{at}/signature"], "did not say how it is set up")
+        first: dict[str, str] = json.loads(self.store.get(f"{at}/signature"))
+        keys = dict.fromkeys([*first, *signature])
+        differ = next((key for key in keys if first.get(key) != signature.get(key)), None)
+        mine = {} if differ is None else {"key": differ, "value": signature.get(differ, "missing")}
+        self.store.set(f"{at}/difference/{self.rank}", json.dumps(mine))
+        if self.rank == 0:
+            names = [f"{at}/difference/{q}" for q in range(self.size)]
+            self._wait(names, "did not compare its set-up with rank 0's")
+            self.store.set(f"{at}/verdict", _verdict(first, [json.loads(self.store.get(name)) for name in names]))
+        self._wait([f"{at}/verdict"], "did not say whether all are set up alike")
+        verdict = self.store.get(f"{at}/verdict").decode()
         if verdict:
             raise GossamerError(f"rank {self.rank}: {verdict}")
 
-    def _wait(self, keys: list[str], what: str, by: int | None = None) -> None:
+    def _wait(self, keys: list[str], what: str) -> None:
+        """Wait for keys; the k-th is rank k's to set."""
         deadline = time.monotonic() + self.timeout
         try:
             self.store.wait(keys, timedelta(seconds=self.timeout))
         except RuntimeError as error:
-            missing = [q for q, key in enumerate(keys) if not self._has(key)] if by is None else [by]
+            missing = [q for q, key in enumerate(keys) if not self._has(key)]
             if time.monotonic() < deadline - 0.5 or not missing:
                 raise GossamerError(f"rank {self.rank}: the store that joins the workers is gone: {error}") from None
             raise GossamerError(
@@ -160,18 +171,17 @@ def open_link(device: torch.device, timeout: float = 300.0) -> Link | None:
     return kind(store, dist.get_rank(), dist.get_world_size(), timeout)
 
 
-def _verdict(signatures: list[dict[str, str]]) -> str:
-    """Empty, or what differs first, and between whom."""
-    for key in dict.fromkeys(key for signature in signatures for key in signature):
-        values = [signature.get(key, "nothing") for signature in signatures]
-        if len(set(values)) > 1:
-            who = {value: [q for q, other in enumerate(values) if other == value] for value in dict.fromkeys(values)}
-            shown = "; ".join(
-                f"{value} on rank{'s' if len(ranks) > 1 else ''} {_ranks(ranks)}"
-                for value, ranks in itertools.islice(who.items(), 3)
-            )
-            return f"{key} differs between ranks: {shown}"
-    return ""
+def _verdict(first: dict[str, str], differences: list[dict[str, str]]) -> str:
+    """Empty, or what differs first from rank 0, and on which ranks."""
+    key = next((d["key"] for d in differences if d), None)
+    if key is None:
+        return ""
+    who: dict[str, list[int]] = {first.get(key, "missing"): []}
+    for rank, d in enumerate(differences):
+        if not d or d["key"] == key:
+            who.setdefault(d["value"] if d else first.get(key, "missing"), []).append(rank)
+    shown = "; ".join(f"{value} on rank{'s' * (len(ranks) > 1)} {_ranks(ranks)}" for value, ranks in who.items())
+    return f"{key} differs between ranks: {shown}"
 
 
 def _ranks(ranks: list[int]) -> str:

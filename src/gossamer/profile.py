@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from gossamer.blocks import Block
 from gossamer.mixer import Mixer
-from gossamer.replicas import Replicas
 
 MEASURES = ("gini", "iod", "cv", "qcd")
 _ROWS = 8  # rows at a time, so that temporaries stay in the cache
@@ -34,12 +35,22 @@ class Profile:
         return dispersion(self.norms)
 
 
-def take(replicas: Replicas, step: int, epoch: int, received: int, mixer: Mixer | None = None) -> Profile:
+class Rows(Protocol):
+    """What is looked at: Replicas, or the one row of a worker."""
+
+    @property
+    def r(self) -> int: ...
+
+    @property
+    def blocks(self) -> list[Block]: ...
+
+
+def take(replicas: Rows, step: int, epoch: int, received: int, mixer: Mixer | None = None) -> Profile:
     mixer = mixer or Mixer(replicas.r)
     return Profile(step, epoch, mixer.gather(norms(replicas)), consensus_distance(replicas, mixer), received)
 
 
-def norms(replicas: Replicas) -> Tensor:
+def norms(replicas: Rows) -> Tensor:
     """``[r, tensors]``, columns in the order of ``replicas.slots``."""
     columns = [
         torch.linalg.vector_norm(block.x[:, slot.start : slot.start + slot.numel], dim=1)
@@ -49,7 +60,7 @@ def norms(replicas: Replicas) -> Tensor:
     return torch.stack([column.float() for column in columns], dim=1).cpu()
 
 
-def consensus_distance(replicas: Replicas, mixer: Mixer | None = None) -> float:
+def consensus_distance(replicas: Rows, mixer: Mixer | None = None) -> float:
     """sqrt of the mean over replicas of ‖x_i - x̄‖²."""
     mixer = mixer or Mixer(replicas.r)
     total = torch.zeros(1, dtype=torch.float64)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
@@ -18,7 +17,7 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from gossamer import seeds
 from gossamer.backends import Backend, Batch, Loss, choose
-from gossamer.blocks import Block
+from gossamer.blocks import Block, check_parameters
 from gossamer.errors import GossamerError
 
 Across = Callable[[Tensor], Tensor]
@@ -273,12 +272,12 @@ class Replicas:
     def _built(self, build: nn.Module | Callable[[], nn.Module], i: int) -> nn.Module:
         """The module of replica i (counted among all n). A given module is copied: it stays its owner's."""
         if isinstance(build, nn.Module):
-            _check_parameters(build)
+            check_parameters(build)
             return copy.deepcopy(build)
         with seeds.undisturbed(self.device):
             seeds.set_default(seeds.derive(self.seed, -1, i), self.device)
             module = build()
-        _check_parameters(module)
+        check_parameters(module)
         return module
 
 
@@ -292,26 +291,6 @@ class _WithLoss(nn.Module):
 
     def forward(self, *batch: Tensor) -> Tensor:
         return self.loss(self.module, *batch)
-
-
-def _check_parameters(module: nn.Module) -> None:
-    params = dict(module.named_parameters())
-    if not any(p.requires_grad for p in params.values()):
-        raise GossamerError(f"{type(module).__name__} has no trainable parameters, so there is nothing to train or average")
-    places: list[tuple[int, int, str]] = []
-    for name, p in params.items():
-        if p.layout != torch.strided or not p.dtype.is_floating_point:
-            raise GossamerError(
-                f"parameter {name!r} is {p.dtype} ({p.layout}); only dense floating-point parameters can be averaged"
-            )
-        places.append((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name))
-    places.sort()
-    for (_, end, name), (start, _, other) in itertools.pairwise(places):
-        if start < end:
-            raise GossamerError(
-                f"parameters {name!r} and {other!r} share memory but are not the same Parameter; "
-                "tie weights by assigning the same Parameter object to both"
-            )
 
 
 def _first_line(error: Exception) -> str:

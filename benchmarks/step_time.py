@@ -1,0 +1,335 @@
+"""How long is one training step? No communication, torch DDP, decent-dp and Gossamer's graphs take turns in one run.
+
+    python -m benchmarks.step_time                      # every setting; about 20 minutes; root for the lab
+    python -m benchmarks.step_time --only loopback-4    # one of them
+
+On loopback, and on the lab (hosts in network namespaces) at 1 Gbit and 200 Mbit. Writes JSON and a figure to ``docs/``. The MLP
+has 6.3 M parameters (25 MB); SGD with momentum; one thread per process. All processes share this machine's cores, so what is
+compared is ratios within one run, never seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gossamer
+from benchmarks.timing import console, verdict
+
+_WARM = 2  # steps of each turn that are not timed
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One run. ``slow``: rank 1 takes so many times as long to compute; ``noise``: sigma of a lognormal delay."""
+
+    name: str
+    hosts: int  # 0: loopback
+    workers: int  # in all
+    rate: str | None
+    batch: int
+    methods: tuple[str, ...]
+    slow: float = 1.0
+    noise: float = 0.0
+
+
+_CORE = ("none", "ddp", "decent-dp", "one-peer-exponential")
+_FULL = (
+    *_CORE,
+    "ddp (no overlap)",
+    "one-peer-ring",
+    "one-peer-exponential, bfloat16",
+    "one-peer-exponential, send_copy",
+    "ring",
+    "ring, bfloat16",
+    "complete",
+    "complete (atc)",
+    "all-reduce",
+    "one-peer-exponential, H=4",
+)
+_BF16 = (*_CORE, "one-peer-exponential, bfloat16", "complete")
+_UNEVEN = (*_CORE, "one-peer-exponential, send_copy", "one-peer-exponential, bfloat16")
+
+SETTINGS = (
+    Setting("loopback-4", 0, 4, None, 128, _FULL),
+    Setting("loopback-4-batch-32", 0, 4, None, 32, _BF16),
+    Setting("loopback-2", 0, 2, None, 128, _CORE),
+    Setting("loopback-8", 0, 8, None, 128, _CORE),
+    Setting("1gbit-4", 4, 4, "1gbit", 128, _FULL),
+    Setting("1gbit-4-batch-32", 4, 4, "1gbit", 32, _BF16),
+    Setting("1gbit-2", 2, 2, "1gbit", 128, _BF16),
+    Setting("1gbit-8", 8, 8, "1gbit", 128, _BF16),
+    Setting("1gbit-2x2", 2, 4, "1gbit", 128, (*_BF16, "alternating-exponential-ring")),
+    Setting("200mbit-4", 4, 4, "200mbit", 128, _BF16),
+    Setting("200mbit-4-batch-32", 4, 4, "200mbit", 32, _BF16),
+    Setting("loopback-4-slow", 0, 4, None, 128, _UNEVEN, slow=1.5),
+    Setting("1gbit-4-slow", 4, 4, "1gbit", 128, _UNEVEN, slow=1.5),
+    Setting("loopback-4-noise", 0, 4, None, 128, _UNEVEN, noise=0.8),
+    Setting("1gbit-4-noise", 4, 4, "1gbit", 128, _UNEVEN, noise=0.8),
+)
+
+# --- In each worker -------------------------------------------------------------------------------------------------------
+
+Delay = Callable[[], float]
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10))
+
+
+class Contender:
+    """One way to train; ``step()`` is one step of it, on data of its own."""
+
+    def __init__(self, method: str, batch: int) -> None:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self.x = torch.randn(batch, 1024, generator=generator)
+        self.y = torch.randint(0, 10, (batch,), generator=generator)
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.ours: gossamer.DecentralizedDataParallel | None = None
+        model = mlp()
+        name, _, option = method.partition(", ")
+        if method == "none":
+            self.model = model
+        elif name.startswith("ddp"):
+            self.model = DistributedDataParallel(model, bucket_cap_mb=1000 if "no overlap" in name else 25)
+        elif name == "decent-dp":
+            self.model = _decent_dp(model)
+            return
+        else:
+            self.model = self.ours = gossamer.DecentralizedDataParallel(
+                model,
+                name.removesuffix(" (atc)"),
+                order="atc" if name.endswith("(atc)") else "awc",
+                wire="bfloat16" if option == "bfloat16" else "float32",
+                send_copy=option == "send_copy",
+                local_steps=4 if option == "H=4" else 1,
+            )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        if self.ours is not None:
+            self.ours.gossip(self.optimizer)
+
+    def step(self, delay: float) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.model(self.x), self.y)
+        if delay:
+            time.sleep(delay)  # a slower machine: it takes longer, and takes nothing from the others here
+        loss.backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+
+def _decent_dp(model: nn.Module) -> nn.Module:
+    from decent_dp.ddp import DecentralizedDataParallel  # type: ignore[import-not-found]  # the benchmark extra
+
+    def make(params: list[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for _, p in params], lr=1e-3, momentum=0.9)
+
+    topology = "one-peer-exp" if dist.get_world_size() > 2 else "complete"
+    return DecentralizedDataParallel(model, make, topology=topology, _local_world_size=1)
+
+
+def work(setting: Setting, turns: int, steps: int, out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, n = dist.get_rank(), dist.get_world_size()
+    contenders = {method: Contender(method, setting.batch) for method in setting.methods}
+    order = random.Random(1)  # the same everywhere
+    own = random.Random(rank)
+    compute = 0.0
+    times: dict[str, list[float]] = {method: [] for method in setting.methods}
+    traffic: dict[str, list[list[float]]] = {method: [] for method in setting.methods}
+    for turn in range(turns + 1):
+        for method in order.sample(setting.methods, len(setting.methods)) if turn else setting.methods:
+            contender = contenders[method]
+            # "none" goes first in the first turn, without delays, and tells how long computing takes.
+            delays = [_delay(setting, rank, own, compute) for _ in range(_WARM + steps)]
+            dist.barrier()
+            began = 0.0
+            before: tuple[int, float, float] = (0, 0.0, 0.0)
+            for k, delay in enumerate(delays):
+                if k == _WARM:
+                    began = time.perf_counter()
+                    before = _traffic(contender)
+                contender.step(delay)
+            taken = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+            after = _traffic(contender)
+            dist.all_reduce(taken, dist.ReduceOp.MAX)  # the job is as fast as its last worker
+            if method == "none" and turn == 0:
+                compute = float(taken) / steps
+            if turn:
+                times[method].append(float(taken) / steps * 1e3)
+                traffic[method].append([(b - a) / steps for a, b in zip(before, after, strict=True)])
+    dist.barrier()
+    if rank == 0:
+        methods = {}
+        for method in setting.methods:
+            sent, exposed, transfer = (statistics.median(column) for column in zip(*traffic[method], strict=True))
+            hidden = 1 - exposed / transfer if transfer else None
+            methods[method] = {
+                "ms": statistics.median(times[method]),
+                "all_ms": times[method],
+                "sent_mb": sent / 1e6,
+                "exposed_ms": exposed * 1e3,
+                "hidden": hidden,
+            }
+        out.write_text(json.dumps({"setting": asdict(setting), "workers": n, "methods": methods}))
+
+
+def _delay(setting: Setting, rank: int, own: random.Random, compute: float) -> float:
+    slow = (setting.slow - 1) * compute if rank == 1 else 0.0
+    return slow + (0.3 * compute * own.lognormvariate(-(setting.noise**2) / 2, setting.noise) if setting.noise else 0.0)
+
+
+def _traffic(contender: Contender) -> tuple[int, float, float]:
+    if contender.ours is None:
+        return 0, 0.0, 0.0
+    traffic = contender.ours.traffic
+    return traffic.sent, traffic.exposed, traffic.transfer
+
+
+# --- The run --------------------------------------------------------------------------------------------------------------
+
+
+def measure(setting: Setting, turns: int, steps: int, scratch: Path) -> dict:
+    from gossamer.lab import Lab
+
+    out = scratch / f"{setting.name}.json"
+    out.unlink(missing_ok=True)
+    command = [
+        "-m",
+        "benchmarks.step_time",
+        "--worker",
+        setting.name,
+        "--turns",
+        str(turns),
+        "--steps",
+        str(steps),
+        "--out",
+        str(out),
+    ]
+    if setting.hosts:
+        with Lab(hosts=setting.hosts, rate=setting.rate) as lab:
+            result = lab.run(["python", *command], workers_per_host=setting.workers // setting.hosts, timeout=1800, echo=False)
+        if result.exit_code:
+            raise SystemExit("\n".join(result.outputs))
+    else:
+        from tests import workers  # the same launcher as in the tests
+
+        for worker in workers.run(setting.workers, command, timeout=1800):
+            if worker.code:
+                raise SystemExit(worker.out + worker.err)
+    return json.loads(out.read_text())
+
+
+def show(result: dict) -> None:
+    setting, methods = result["setting"], result["methods"]
+    none, ddp = methods["none"]["ms"], methods["ddp"]["ms"]
+    console.print(
+        f"\n[bold]{setting['name']}[/]: {setting['workers']} workers, batch {setting['batch']}, {setting['rate'] or 'loopback'}"
+    )
+    for method, m in methods.items():
+        hidden = f"hidden {m['hidden']:4.0%}" if m["hidden"] is not None else ""
+        sent = f"{m['sent_mb']:5.1f} MB" if m["sent_mb"] else ""
+        console.print(
+            f"  {method:34} {m['ms']:7.1f} ms   {m['ms'] / none:5.2f} × none   DDP / it {ddp / m['ms']:5.2f}   {sent:9} {hidden}"
+        )
+
+
+def bars(results: dict[str, dict]) -> bool:
+    """The bars of this benchmark, for the settings that were run."""
+    met = True
+
+    def ms(setting: str, method: str) -> float:
+        return results[setting]["methods"][method]["ms"]
+
+    def check(setting: str, what: str, value: Callable[[], float], bar: float, at_most: bool = True) -> None:
+        nonlocal met
+        if setting in results:
+            met &= verdict(f"{setting}: {what}", value(), bar, at_most)
+
+    atc = "complete (atc)"
+    one, half = "one-peer-exponential", "one-peer-exponential, bfloat16"
+    check("loopback-4", "one-peer / none", lambda: ms("loopback-4", one) / ms("loopback-4", "none"), 1.10)
+    check("1gbit-4", "DDP / one-peer", lambda: ms("1gbit-4", "ddp") / ms("1gbit-4", one), 1.5, False)
+    check("1gbit-4", "one-peer / decent-dp", lambda: ms("1gbit-4", one) / ms("1gbit-4", "decent-dp"), 1.03)
+    check(
+        "1gbit-4-batch-32", "DDP / bfloat16", lambda: ms("1gbit-4-batch-32", "ddp") / ms("1gbit-4-batch-32", half), 1.9, False
+    )
+    check(
+        "1gbit-4-batch-32",
+        "decent-dp / bfloat16",
+        lambda: ms("1gbit-4-batch-32", "decent-dp") / ms("1gbit-4-batch-32", half),
+        1.3,
+        False,
+    )
+    for name in ("200mbit-4", "200mbit-4-batch-32"):
+        check(name, "DDP / bfloat16", lambda name=name: ms(name, "ddp") / ms(name, half), 2.5, False)
+    for name in ("loopback-4", "1gbit-4"):
+        check(
+            name,
+            "complete, waited for / DDP, no overlap",
+            lambda name=name: ms(name, atc) / ms(name, "ddp (no overlap)"),
+            1.15,
+        )
+    for base in ("loopback-4", "1gbit-4"):
+        for kind in ("slow", "noise"):
+            name = f"{base}-{kind}"
+            if base in results:  # what the slow worker or the noise costs: against the same without it
+                check(
+                    name,
+                    f"cost of {kind}, one-peer - DDP (ms)",
+                    lambda base=base, name=name: (ms(name, one) - ms(base, one)) - (ms(name, "ddp") - ms(base, "ddp")),
+                    0.0,
+                )
+    return met
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="settings, comma-separated: " + ", ".join(s.name for s in SETTINGS))
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--out", type=Path, default=Path("docs/step-time.json"))
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    by_name = {s.name: s for s in SETTINGS}
+    if args.worker:
+        work(by_name[args.worker], args.turns, args.steps, args.out)
+        return
+    wanted = args.only.split(",") if args.only else list(by_name)
+    if os.geteuid() != 0 and any(by_name[name].hosts for name in wanted):
+        sys.exit("the lab needs root; --only loopback-4 does not")
+    scratch = args.out.parent / "step-time.parts"
+    scratch.mkdir(parents=True, exist_ok=True)
+    results = {}
+    try:
+        for name in wanted:
+            results[name] = measure(by_name[name], args.turns, args.steps, scratch)
+            show(results[name])
+    finally:
+        for part in scratch.glob("*"):
+            part.unlink()
+        scratch.rmdir()
+    console.print()
+    met = bars(results)
+    args.out.write_text(json.dumps(results, indent=1))
+    sys.exit(not met)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""A module's own parameters as views of one flat row per dtype, so that they can be sent and mixed without a copy.
+
+The Parameter objects stay the same, so optimizers, schedulers and hooks that hold them go on to work; only their memory moves.
+What would break that (``.to()``, ``load_state_dict(assign=True)``) is noticed here, and mended where it can be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.blocks import Block, check_parameters
+from gossamer.errors import GossamerError
+
+
+@dataclass(frozen=True)
+class _Held:
+    """One parameter: where the module keeps it, and the view that its memory should be."""
+
+    name: str
+    parameter: nn.Parameter
+    owner: dict[str, nn.Parameter | None]
+    key: str
+    view: Tensor
+    pointer: int
+
+    def describe(self) -> str:
+        p = self.owner[self.key]
+        return f"parameter {self.name!r}" + ("" if p is None else f", now {str(p.dtype)[6:]} {list(p.shape)} on {p.device},")
+
+
+class Flat:
+    """``blocks``: one ``[1, D]`` row per dtype. Parameters that are frozen at the start and not later get their block when
+    they are first trained."""
+
+    r = 1
+
+    def __init__(self, module: nn.Module) -> None:
+        check_parameters(module)
+        self.module = module
+        self.blocks: list[Block] = []
+        self._held: list[_Held] = []
+        self._names = {id(p): name for name, p in module.named_parameters()}  # of a tied one, its first name
+        self._frozen: list[nn.Parameter] = list(module.parameters())
+        self.adopt()
+
+    def adopt(self) -> bool:
+        """Take in the parameters that have become trainable. Returns whether there were any."""
+        if not any(p.requires_grad for p in self._frozen):
+            return False
+        by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter, bool]]] = {}
+        for p in self._frozen:
+            if p.requires_grad:
+                by_dtype.setdefault(p.dtype, []).append((self._names[id(p)], p, False))
+        self._frozen = [p for p in self._frozen if not p.requires_grad]
+        owners = dict(self.module.named_modules())
+        for named in by_dtype.values():
+            block = Block(named, 1, named[0][1].device)
+            self.blocks.append(block)
+            views = block.tensors(block.x)
+            for name, p, _ in named:
+                view = views[name][0]
+                owner, key = owners[name.rpartition(".")[0]]._parameters, name.rpartition(".")[2]
+                held = _Held(name, p, owner, key, view, view.data_ptr())
+                self._held.append(held)
+                self._move(held)
+        return True
+
+    @staticmethod
+    def _move(held: _Held) -> None:
+        with torch.no_grad():
+            held.view.copy_(held.parameter)
+            held.parameter.data = held.view
+
+    def check(self, busy: bool) -> None:
+        """The parameters are still where we put them. ``busy``: rows are on their way, so they must not have been touched."""
+        for held in self._held:
+            if held.parameter.data_ptr() != held.pointer or held.owner[held.key] is not held.parameter:
+                self._mend(held, busy)
+
+    def _mend(self, held: _Held, busy: bool) -> None:
+        p, was = held.owner[held.key], held.view
+        if p is not held.parameter:
+            raise GossamerError(
+                f"{held.describe()} was replaced by another object after it was wrapped (load_state_dict(assign=True) on the "
+                "inner module does that), so the optimizer trains the old one; load with model.load_state_dict(...)"
+            )
+        if p.shape != was.shape or p.dtype != was.dtype or p.device != was.device:
+            raise GossamerError(
+                f"{held.describe()} was {str(was.dtype)[6:]} {list(was.shape)} on {was.device} when it was wrapped; "
+                "call .to(), .half() and the like before DecentralizedDataParallel"
+            )
+        if busy:
+            raise GossamerError(
+                f"{held.describe()} got new memory between forward and step(), while it was being sent; "
+                "load or replace parameters after step() and before the next forward"
+            )
+        self._move(held)
+
+    def point_at(self, rows: list[Tensor] | None) -> None:
+        """Let the parameters show other rows (one per block), or their own again."""
+        views: dict[str, Tensor] = {}
+        for block, row in zip(self.blocks, rows or [], strict=bool(rows)):
+            views |= {name: view[0] for name, view in block.tensors_of(row.unsqueeze(0)).items()}
+        for held in self._held:
+            held.parameter.data = views.get(held.name, held.view)
+
+    def rest(self) -> list[Tensor]:
+        """What is not in the blocks: frozen parameters and buffers."""
+        return [p.detach() for p in self._frozen] + [b.detach() for b in self.module.buffers()]
+
+    def signature(self) -> dict[str, str]:
+        """Shape, dtype and memory format of each parameter and buffer: must be the same everywhere."""
+        made = {}
+        for kind, tensors in (("parameter", self.module.named_parameters()), ("buffer", self.module.named_buffers())):
+            for name, t in tensors:
+                trained = "" if t.requires_grad or kind == "buffer" else " frozen"
+                made[f"{kind} {name!r}"] = f"{str(t.dtype)[6:]} {list(t.shape)} strides {list(t.stride())}{trained}"
+        return made
+
+
+def refuse_sharded(module: nn.Module) -> None:
+    """FSDP, DTensor and DDP hold parameters in ways that can't be averaged as one row."""
+    for name, p in module.named_parameters():
+        if type(p.data).__name__ == "DTensor" or type(p).__name__ == "DTensor":
+            raise GossamerError(
+                f"parameter {name!r} is a DTensor: Gossamer averages whole models and can't work on sharded ones (FSDP, tensor "
+                "parallelism)"
+            )
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise GossamerError(f"parameter {name!r} has no shape yet; run one forward of the lazy module before wrapping it")
+    for name, part in module.named_modules():
+        kind = type(part).__name__
+        if kind in ("FullyShardedDataParallel", "FSDPModule"):
+            raise GossamerError(f"module {name or kind!r} is sharded by {kind}: Gossamer averages whole models")
+        if isinstance(part, nn.parallel.DistributedDataParallel):
+            raise GossamerError(f"module {name or kind!r} is a DistributedDataParallel already; give Gossamer the bare module")

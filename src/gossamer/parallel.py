@@ -1,0 +1,504 @@
+"""``DecentralizedDataParallel``: a drop-in for ``torch.nn.parallel.DistributedDataParallel`` in a person's own training loop.
+
+    model = gossamer.DecentralizedDataParallel(model, graph="one-peer-exponential")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    model.gossip(optimizer)              # averaging happens inside optimizer.step()
+    ...
+    with model.consensus():              # parameters and buffers averaged over the workers, and restored afterwards
+        evaluate(model)
+    model.average_()                     # for good, at the end of training
+
+In "adapt while combine" (the default) the exchange starts at the first training-mode forward after a step, or in ``step()`` if none
+came, and ends in ``step()``. Between ``step()`` and that forward nothing is on its way, so checkpoints, ``load_state_dict``, weight
+clamping and EMA swaps are safe there. Only ``step()`` advances the one step counter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gossamer import profile, shards
+from gossamer.blocks import Block
+from gossamer.errors import GossamerError
+from gossamer.exchange import Exchange, Traffic
+from gossamer.flat import Flat, refuse_sharded
+from gossamer.graphs import Graph
+from gossamer.links import open_link
+from gossamer.mixer import Mixer, Wire
+from gossamer.profile import Profile
+from gossamer.schedules import Fixed, Schedule, schedule
+
+Order = Literal["awc", "atc"]
+ALL_REDUCE = "all-reduce"
+
+
+class DecentralizedDataParallel(nn.Module):
+    """Averages parameters with a few neighbours each step.
+
+    - ``graph``: a name, a Graph or a Schedule over the workers; ``"all-reduce"`` averages gradients over all of them, as DDP
+      does. A schedule that changes with the epoch (Ada) needs ``epochs`` and ``steps_per_epoch``.
+    - ``order``: ``"awc"``, adapt while combine: x <- W x - η d(x), the exchange runs under forward and backward; or ``"atc"``,
+      adapt then combine: x <- W (x - η d(x)), which waits for it.
+    - ``local_steps``: average every that many steps.
+    - ``wire``: ``"bfloat16"`` halves what goes to neighbours; one's own copy stays exact.
+    - ``send_copy``: send from a copy, so that a slow receiver does not hold a fast sender; costs one pass over the parameters.
+    - ``init``: ``"broadcast"`` gives everyone rank 0's values, as DDP does; ``"keep"`` leaves them.
+    - ``timeout``: seconds without a word from a worker we wait for, after which it is an error.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        graph: str | Graph | Schedule = "one-peer-exponential",
+        *,
+        order: Order = "awc",
+        local_steps: int = 1,
+        wire: Wire = "float32",
+        send_copy: bool = False,
+        init: Literal["broadcast", "keep"] = "broadcast",
+        epochs: int | None = None,
+        steps_per_epoch: int | None = None,
+        timeout: float = 300.0,
+    ) -> None:
+        super().__init__()
+        _check_choice("order", order, ("awc", "atc"))
+        _check_choice("init", init, ("broadcast", "keep"))
+        if local_steps < 1:
+            raise GossamerError(f"local_steps={local_steps}: workers average every that many steps, so it is at least 1")
+        refuse_sharded(module)
+        self.module = module
+        self._flat = Flat(module)
+        link = open_link(self._flat.blocks[0].x.device, timeout)
+        self._exchange = Exchange(link) if link else None
+        self.rank, self.size = (link.rank, link.size) if link else (0, 1)
+        self._mixer = Mixer(self.size, self._exchange, wire, send_copy)
+        self.averages_gradients = graph == ALL_REDUCE
+        self.schedule = schedule("complete" if self.averages_gradients else _per_host(graph), self.size)
+        self.order, self.local_steps = order, local_steps
+        self.epochs, self.steps_per_epoch = epochs or 1, steps_per_epoch
+        if not isinstance(self.schedule, Fixed) and not (epochs and steps_per_epoch):
+            raise GossamerError(
+                f"graph {self.schedule.describe()!r} changes with the epoch, so it must know them: "
+                "DecentralizedDataParallel(…, epochs=90, steps_per_epoch=len(loader))"
+            )
+        self.steps = 0  # done; the one counter
+        self.profiles: list[Profile] = []
+        self.signals: dict[str, float] = {}
+        self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        self._undo: list[Callable[[], object]] = []
+        self._in_flight: list[Block] | None = None
+        self._averaged = False  # inside consensus()
+        self._warned = False
+        self._profile_every = 0
+        self._on_profile: Callable[[Profile], object] | None = None
+        if link is not None:
+            link.agree(
+                {
+                    "graph": "all-reduce" if self.averages_gradients else self.schedule.describe(),
+                    "order": order,
+                    "local_steps": str(local_steps),
+                    "wire": wire,
+                    "init": init,
+                    "epochs": f"{epochs} of {steps_per_epoch} steps",
+                    **self._flat.signature(),
+                }
+            )
+            if init == "broadcast":
+                self._broadcast()
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes sent and received, and how long communication took and was waited for."""
+        return self._exchange.traffic if self._exchange else Traffic()
+
+    # --- The training loop -----------------------------------------------------------------------------------------------
+
+    def gossip(
+        self,
+        *optimizers: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None = None,
+        profile_every: int | None = None,
+        on_profile: Callable[[Profile], object] | None = None,
+    ) -> None:
+        """Average inside ``step()`` of the last of these optimizers; with several, call each once per step, in this order.
+
+        ``scaler``: the GradScaler that calls ``step()``, so that a step it skips is averaged all the same. ``profile_every``:
+        every so many steps look at all workers (norms, dispersion, consensus distance) just before averaging; the result goes
+        to ``model.profiles``, or to ``on_profile``.
+        """
+        self._refuse_copy("gossip()")
+        if not optimizers:
+            raise GossamerError("gossip() needs the optimizer, or the optimizers, that train this model")
+        mine = {id(p) for p in self.module.parameters()}
+        for k, optimizer in enumerate(optimizers):
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise GossamerError(f"gossip() takes optimizers; argument {k} is a {type(optimizer).__name__}")
+            if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+                raise GossamerError(
+                    f"gossip(): {type(optimizer).__name__} (argument {k}) trains no parameter of this model; "
+                    "make it from model.parameters()"
+                )
+        for undo in self._undo:
+            undo()
+        self._optimizers = optimizers
+        last = optimizers[-1]
+        self._undo = [
+            last.register_step_pre_hook(self._before_step).remove,
+            last.register_step_post_hook(self._after_step).remove,
+        ]
+        if len(optimizers) > 1:
+            # The first ones change parameters that are being sent, so a copy is sent, and its change is added at the end.
+            self._mixer.send_copy = True
+        if scaler is not None:
+            self._watch(scaler, last)
+        self._profile_every, self._on_profile = profile_every or 0, on_profile
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training and torch.is_grad_enabled() and not self._averaged:
+            self._on_forward()
+        return self.module(*args, **kwargs)
+
+    @torch.compiler.disable
+    def _on_forward(self) -> None:
+        if not self._optimizers and self._exchange is not None and not self._warned:
+            self._warned = True
+            warnings.warn("model.gossip(optimizer) was not called, so nothing is averaged", stacklevel=3)
+        if self.order == "awc" and not self.averages_gradients and self._in_flight is None and self._undo:
+            self._start()
+
+    def _start(self) -> None:
+        """Parameters set out, if this is a step with averaging."""
+        if self._exchange is None:
+            return
+        self._flat.check(busy=False)
+        self._flat.adopt()
+        self._look()
+        if (self.steps + 1) % self.local_steps:
+            return
+        self._mixer.step = self.steps
+        self._mixer.round = self._graph().round(self.steps // self.local_steps)
+        self._in_flight = list(self._flat.blocks)
+        with torch.no_grad():
+            for block in self._in_flight:
+                self._mixer.start(block)
+
+    def _finish(self) -> None:
+        if self._in_flight is None:
+            return
+        self._flat.check(busy=not self._mixer.send_copy)
+        with torch.no_grad():
+            for block in self._in_flight:
+                self._mixer.finish_in_place(block)
+        self._in_flight = None
+
+    def _graph(self) -> Graph:
+        epoch = self.steps // self.steps_per_epoch if self.steps_per_epoch else 0
+        return self.schedule.graph(self.steps, min(epoch, self.epochs - 1), self.epochs, self.signals)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if self._averaged:
+            raise GossamerError(f"optimizer.step() inside consensus() (step {self.steps}): its update would be thrown away")
+        if self.averages_gradients:
+            self._average_gradients()
+        elif self.order == "awc":
+            if kwargs.get("closure") is not None or any(a is not None and a is not optimizer for a in args):
+                raise GossamerError(
+                    "optimizer.step(closure) evaluates the loss inside step(), where adapt-while-combine has already mixed the "
+                    "parameters; use order='atc', or step() without a closure"
+                )
+            if self._in_flight is None:
+                self._start()
+            self._finish()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if self.order == "atc" and not self.averages_gradients:
+            self._start()
+            self._finish()
+        elif self.averages_gradients:
+            self._look()
+        self.steps += 1
+
+    def _watch(self, scaler: torch.amp.GradScaler, last: torch.optim.Optimizer) -> None:
+        """A GradScaler that finds an infinite gradient does not call ``step()``, so no hook fires."""
+        step, unscale = scaler.step, scaler.unscale_
+
+        def step_and_average(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            before = self.steps
+            result = step(optimizer, *args, **kwargs)
+            if optimizer is last and self.steps == before:
+                if not self.averages_gradients:
+                    self._before_step(last, (), {})
+                self._after_step(last, (), {})
+            return result
+
+        def average_and_unscale(optimizer: torch.optim.Optimizer) -> None:
+            # Before the check for infinite gradients, so that all workers find the same.
+            if self.averages_gradients and optimizer is last:
+                self._average_gradients()
+            unscale(optimizer)
+
+        def undo() -> None:
+            scaler.step, scaler.unscale_ = step, unscale  # type: ignore[method-assign]
+
+        scaler.step, scaler.unscale_ = step_and_average, average_and_unscale  # type: ignore[method-assign]
+        self._undo.append(undo)
+
+    # --- All-reduce ------------------------------------------------------------------------------------------------------
+
+    def _average_gradients(self) -> None:
+        """Each gradient becomes its mean over the workers; one that is missing here counts as zero."""
+        if self._exchange is None or self._gradients_at == self.steps:
+            return
+        self._gradients_at = self.steps
+        self._flat.check(busy=False)
+        self._flat.adopt()
+        params = dict(self.module.named_parameters())
+        with torch.no_grad():
+            for block in self._flat.blocks:
+                rows = block.rows(block.grad)[0]
+                names = [slot.name for slot in block.slots]
+                for view, name in zip(rows, names, strict=True):
+                    grad = params[name].grad
+                    view.zero_() if grad is None else view.copy_(grad)
+                self._mixer.mean_(block.grad)
+                for view, name in zip(rows, names, strict=True):
+                    grad = params[name].grad
+                    if grad is not None:
+                        grad.copy_(view)
+                    elif view.any():
+                        params[name].grad = view.clone()
+
+    _gradients_at = -1  # the step whose gradients were averaged
+
+    # --- Looking at all workers ------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        if not self._profile_every or self.steps % self._profile_every:
+            return
+        with torch.no_grad():
+            epoch = self.steps // self.steps_per_epoch if self.steps_per_epoch else 0
+            seen = profile.take(self._flat, self.steps, epoch, self.traffic.received, self._mixer)
+        self.signals["consensus_distance"] = seen.consensus_distance
+        self.signals |= {name: float(values.mean()) for name, values in seen.dispersion().items()}
+        if self._on_profile is not None:
+            self._on_profile(seen)
+        else:
+            self.profiles.append(seen)
+
+    @torch.no_grad()
+    def mean(self, value: Tensor | float) -> Tensor | float:
+        """The mean over all workers, of a tensor or a number: for logging and decisions. All of them call it."""
+        self._refuse_copy("mean()")
+        if not isinstance(value, Tensor):
+            return float(self._mixer.mean(torch.tensor([value], dtype=torch.float64, device=self._device)))
+        if not value.dtype.is_floating_point:
+            raise GossamerError(f"mean() of a {value.dtype} tensor; convert it to a floating-point one first")
+        return self._mixer.mean(value.detach().to(self._device).flatten()).reshape(value.shape).clone()
+
+    @contextlib.contextmanager
+    def consensus(self, reestimate: Iterable[Any] | None = None) -> Iterator[DecentralizedDataParallel]:
+        """Parameters and floating-point buffers (BatchNorm's statistics) are their mean over the workers, for as long as the
+        block lasts; then each worker has its own again. All workers enter it together.
+
+        ``reestimate``: some of this worker's training inputs, batch by batch; BatchNorm's statistics are then estimated anew
+        for the averaged model (and averaged over the workers), which is more faithful than their mean.
+        """
+        self._refuse_copy("consensus()")
+        if self._averaged:
+            raise GossamerError("consensus() inside consensus()")
+        self._flat.check(busy=False)
+        with torch.no_grad():
+            rows = [self._mixer.mean(block.x[0], "consensus()").clone() for block in self._flat.blocks]
+            places, own = self._buffer_places(), [owner[key] for owner, key in self._buffer_places()]
+            means = self._mean_buffers([b for b in own if b is not None])
+        self._averaged = True
+        self._flat.point_at(rows)
+        for (owner, key), mean in zip(places, means, strict=True):
+            owner[key] = mean
+        try:
+            if reestimate is not None:
+                self._reestimate(reestimate)
+            yield self
+        finally:
+            self._flat.point_at(None)
+            for (owner, key), b in zip(places, own, strict=True):
+                owner[key] = b
+            self._averaged = False
+
+    def _reestimate(self, batches: Iterable[Any]) -> None:
+        torch.optim.swa_utils.update_bn(batches, self.module, device=self._device)
+        with torch.no_grad():
+            current = [b for owner, key in self._buffer_places() if (b := owner[key]) is not None]
+            for b, mean in zip(current, self._mean_buffers(current), strict=True):
+                b.copy_(mean)
+
+    @torch.no_grad()
+    def average_(self) -> None:
+        """Parameters and floating-point buffers become their mean over the workers, for good. All workers call it."""
+        self._refuse_copy("average_()")
+        self._refuse_busy("average_()")
+        self._flat.check(busy=False)
+        for block in self._flat.blocks:
+            block.x[0].copy_(self._mixer.mean(block.x[0], "average_()"))
+        buffers = list(self.module.buffers())
+        for b, mean in zip(buffers, self._mean_buffers(buffers), strict=True):
+            b.copy_(mean)
+
+    def _buffer_places(self) -> list[tuple[dict[str, Tensor | None], str]]:
+        return [(m._buffers, key) for m in self.module.modules() for key, b in m._buffers.items() if b is not None]
+
+    def _mean_buffers(self, buffers: list[Tensor]) -> list[Tensor]:
+        """The floating-point ones averaged, the others copied."""
+        made = [b.detach().clone() for b in buffers]
+        for dtype in dict.fromkeys(b.dtype for b in made if b.is_floating_point()):
+            some = [b for b in made if b.dtype == dtype]
+            mean = self._mixer.mean(torch.cat([b.flatten() for b in some]), "consensus()")
+            for b, part in zip(some, mean.split([b.numel() for b in some]), strict=True):
+                b.copy_(part.reshape(b.shape))
+        return made
+
+    # --- Checkpoints -----------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path | str, also: Mapping[str, Any] | None = None) -> None:
+        """One full checkpoint per worker (model, optimizers, step and schedule; call it after ``step()``), and the averaged
+        model as ``averaged.safetensors``. ``also``: what else has a state_dict (LR schedulers, a GradScaler), by name.
+
+        All workers call it; it returns when all have written, and keeps the checkpoint before this one until then.
+        """
+        self._refuse_copy("save()")
+        self._refuse_busy("save()")
+        self._flat.check(busy=False)
+        state = {
+            "model": self.module_state(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "schedule": self.schedule.state_dict(),
+            "signals": self.signals,
+            "also": {name: thing.state_dict() for name, thing in (also or {}).items()},
+        }
+        with self.consensus():
+            averaged = {name: t.clone() for name, t in self.module_state().items()} if self.rank == 0 else None
+        shards.save(Path(folder), self.steps, state, self._setup(), averaged, self._exchange)
+
+    def load(self, folder: Path | str, also: Mapping[str, Any] | None = None) -> bool:
+        """Go on from the last step that all workers have on disk. Returns whether there was one. Call it after ``gossip()``."""
+        self._refuse_copy("load()")
+        self._refuse_busy("load()")
+        found = shards.load(Path(folder), self._setup(), self._exchange, self._device)
+        if found is None:
+            return False
+        step, state = found
+        missing = set(also or {}) ^ set(state["also"])
+        if missing:
+            raise GossamerError(f"the checkpoint in {folder} and `also` differ: {', '.join(sorted(missing))}")
+        if len(state["optimizers"]) != len(self._optimizers):
+            raise GossamerError(
+                f"the checkpoint in {folder} holds {len(state['optimizers'])} optimizers and gossip() was given "
+                f"{len(self._optimizers)}; call model.gossip(optimizer) before model.load()"
+            )
+        self.load_state_dict(state["model"])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        for name, thing in (also or {}).items():
+            thing.load_state_dict(state["also"][name])
+        self.schedule.load_state_dict(state["schedule"])
+        self.signals = dict(state["signals"])
+        self.steps = step
+        return True
+
+    def _setup(self) -> dict[str, str]:
+        graph = ALL_REDUCE if self.averages_gradients else self.schedule.describe()
+        return {"graph": graph, "order": self.order, "local_steps": str(self.local_steps), "workers": str(self.size)}
+
+    # --- As the bare module would ----------------------------------------------------------------------------------------
+
+    def module_state(self) -> dict[str, Tensor]:
+        return self._bare().state_dict()
+
+    def _bare(self) -> nn.Module:
+        return getattr(self.module, "_orig_mod", self.module)  # torch.compile wraps the module once more
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The bare module's keys, so that checkpoints are those of a single-process run."""
+        return self._bare().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """``assign`` makes no difference: values are copied to where the parameters are."""
+        if hasattr(self, "_flat"):
+            self._refuse_busy("load_state_dict()")
+        return self._bare().load_state_dict(state_dict, strict=strict)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self._bare().named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return self._bare().named_buffers(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or "module" not in self._modules:
+                raise
+            return getattr(self._modules["module"], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DecentralizedDataParallel:
+        """The model, but not its place among the workers: for an EMA, or a frozen target network."""
+        made = type(self).__new__(type(self))
+        nn.Module.__init__(made)
+        memo[id(self)] = made
+        made.module = copy.deepcopy(self.module, memo)
+        made.training = self.training
+        made._exchange, made._averaged, made.is_copy = None, True, True
+        return made
+
+    is_copy = False
+
+    # --- Refusals --------------------------------------------------------------------------------------------------------
+
+    def _refuse_copy(self, what: str) -> None:
+        if self.is_copy:
+            raise GossamerError(f"{what} on a copy of a DecentralizedDataParallel: a copy takes no part in the averaging")
+
+    def _refuse_busy(self, what: str) -> None:
+        if not self.is_copy and self._in_flight is not None:
+            raise GossamerError(
+                f"{what} after a training-mode forward and before step() (step {self.steps}), while parameters are being sent; "
+                "call it after optimizer.step(), or run that forward in eval mode or under torch.no_grad()"
+            )
+
+    @property
+    def _device(self) -> torch.device:
+        return self._flat.blocks[0].x.device
+
+    def _broadcast(self) -> None:
+        assert self._exchange is not None
+        with torch.no_grad():
+            for block in self._flat.blocks:
+                self._exchange.broadcast_(block.x[0].view(torch.uint8))
+            for t in self._flat.rest():
+                flat = t.contiguous().flatten()
+                self._exchange.broadcast_(flat.view(torch.uint8))
+                t.copy_(flat.reshape(t.shape))
+
+
+def _per_host(graph: str | Graph | Schedule) -> str | Graph | Schedule:
+    """A graph over hosts takes the number of workers per host from torchrun, if it is not told."""
+    hosts = ("alternating-exponential-ring", "hierarchical")
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    if isinstance(graph, str) and graph.replace("_", "-") in hosts and local:
+        return f"{graph}:per_node={local}"
+    return graph
+
+
+def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise GossamerError(f"{key}={value!r} is not known; use {' or '.join(map(repr, choices))}")
