@@ -134,7 +134,7 @@ class Contender:
 
 
 def _decent_dp(model: nn.Module) -> nn.Module:
-    from decent_dp.ddp import DecentralizedDataParallel  # type: ignore[import-not-found]  # the benchmark extra
+    from decent_dp.ddp import DecentralizedDataParallel  # the benchmark extra
 
     def make(params: list[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
         return torch.optim.SGD([p for _, p in params], lr=1e-3, momentum=0.9)
@@ -252,50 +252,31 @@ def show(result: dict) -> None:
 
 def bars(results: dict[str, dict]) -> bool:
     """The bars of this benchmark, for the settings that were run."""
-    met = True
+    one, half, atc = "one-peer-exponential", "one-peer-exponential, bfloat16", "complete (atc)"
 
     def ms(setting: str, method: str) -> float:
         return results[setting]["methods"][method]["ms"]
 
-    def check(setting: str, what: str, value: Callable[[], float], bar: float, at_most: bool = True) -> None:
-        nonlocal met
+    met = True
+    for setting, top, bottom, bar, at_most in (
+        ("loopback-4", one, "none", 1.10, True),
+        ("1gbit-4", "ddp", one, 1.5, False),
+        ("1gbit-4", one, "decent-dp", 1.03, True),
+        ("1gbit-4-batch-32", "ddp", half, 1.9, False),
+        ("1gbit-4-batch-32", "decent-dp", half, 1.3, False),
+        ("200mbit-4", "ddp", half, 2.5, False),
+        ("200mbit-4-batch-32", "ddp", half, 2.5, False),
+        ("loopback-4", atc, "ddp (no overlap)", 1.15, True),
+        ("1gbit-4", atc, "ddp (no overlap)", 1.15, True),
+    ):
         if setting in results:
-            met &= verdict(f"{setting}: {what}", value(), bar, at_most)
-
-    atc = "complete (atc)"
-    one, half = "one-peer-exponential", "one-peer-exponential, bfloat16"
-    check("loopback-4", "one-peer / none", lambda: ms("loopback-4", one) / ms("loopback-4", "none"), 1.10)
-    check("1gbit-4", "DDP / one-peer", lambda: ms("1gbit-4", "ddp") / ms("1gbit-4", one), 1.5, False)
-    check("1gbit-4", "one-peer / decent-dp", lambda: ms("1gbit-4", one) / ms("1gbit-4", "decent-dp"), 1.03)
-    check(
-        "1gbit-4-batch-32", "DDP / bfloat16", lambda: ms("1gbit-4-batch-32", "ddp") / ms("1gbit-4-batch-32", half), 1.9, False
-    )
-    check(
-        "1gbit-4-batch-32",
-        "decent-dp / bfloat16",
-        lambda: ms("1gbit-4-batch-32", "decent-dp") / ms("1gbit-4-batch-32", half),
-        1.3,
-        False,
-    )
-    for name in ("200mbit-4", "200mbit-4-batch-32"):
-        check(name, "DDP / bfloat16", lambda name=name: ms(name, "ddp") / ms(name, half), 2.5, False)
-    for name in ("loopback-4", "1gbit-4"):
-        check(
-            name,
-            "complete, waited for / DDP, no overlap",
-            lambda name=name: ms(name, atc) / ms(name, "ddp (no overlap)"),
-            1.15,
-        )
-    for base in ("loopback-4", "1gbit-4"):
+            met &= verdict(f"{setting}: {top} / {bottom}", ms(setting, top) / ms(setting, bottom), bar, at_most)
+    for base in ("loopback-4", "1gbit-4"):  # what a slow worker or noise adds to the same without it
         for kind in ("slow", "noise"):
             name = f"{base}-{kind}"
-            if base in results:  # what the slow worker or the noise costs: against the same without it
-                check(
-                    name,
-                    f"cost of {kind}, one-peer - DDP (ms)",
-                    lambda base=base, name=name: (ms(name, one) - ms(base, one)) - (ms(name, "ddp") - ms(base, "ddp")),
-                    0.0,
-                )
+            if base in results and name in results:
+                ours, ddp = (ms(name, method) - ms(base, method) for method in (one, "ddp"))
+                met &= verdict(f"{name}: ms that it costs one-peer, over what it costs DDP", ours / ddp, 1.0)
     return met
 
 

@@ -27,6 +27,7 @@ GRAPHS = (
     "hypercube",
     "random-matching:seed=3",
     "alternating-exponential-ring:per_node=2",
+    "hierarchical:per_node=2",
     "base:k=2",
     "equi-dynamic:seed=1",
     "ada",

@@ -24,6 +24,8 @@ def applicable(n):
         names.append("torus")
     if n & (n - 1) == 0:
         names += ["hypercube", "alternating-exponential-ring:per_node=1"]
+    if n % 4 == 0:
+        names.append("hierarchical:per_node=4")
     if n % 4 == 0 and (n // 4) & (n // 4 - 1) == 0:
         names.append("alternating-exponential-ring:per_node=4")
     if n > 4:

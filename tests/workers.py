@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,9 @@ class Worker:
     err: str
 
 
-def start(p, command, env=None, only=None):
+def start(
+    p: int, command: Sequence[object], env: dict[str, str] | None = None, only: Sequence[int] | None = None
+) -> list[subprocess.Popen]:
     """``command`` (after the interpreter) in p processes; ``only``: the ranks that are really started."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -43,7 +46,7 @@ def start(p, command, env=None, only=None):
     ]
 
 
-def finish(processes, timeout=240):
+def finish(processes: list[subprocess.Popen], timeout: float = 240) -> list[Worker]:
     """Wait for all; whoever is still there after ``timeout`` seconds is ended, and its code is not 0."""
     results = []
     try:
@@ -58,11 +61,17 @@ def finish(processes, timeout=240):
     return results
 
 
-def run(p, command, env=None, timeout=240, only=None):
+def run(
+    p: int,
+    command: Sequence[object],
+    env: dict[str, str] | None = None,
+    timeout: float = 240,
+    only: Sequence[int] | None = None,
+) -> list[Worker]:
     return finish(start(p, command, env, only), timeout)
 
 
-def run_ok(p, command, env=None, timeout=240):
+def run_ok(p: int, command: Sequence[object], env: dict[str, str] | None = None, timeout: float = 240) -> list[Worker]:
     results = run(p, command, env, timeout)
     for rank, worker in enumerate(results):
         assert worker.code == 0, f"rank {rank} ended with {worker.code}\n{worker.out}\n{worker.err}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -13,6 +14,11 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import GossamerError
+
+
+class Unreadable(GossamerError):
+    """Not there, damaged, or of another version."""
+
 
 _FORMAT = "gossamer-checkpoint-1"
 
@@ -49,16 +55,27 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def load(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not path.is_file():
-        raise GossamerError(f"there is no checkpoint at {path}")
+        raise Unreadable(f"there is no checkpoint at {path}")
     try:
         with safetensors.safe_open(path, framework="pt", device=str(device)) as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != _FORMAT:
-                raise GossamerError(f"{path} is not a checkpoint that this Gossamer reads ({_FORMAT})")
+                raise Unreadable(f"{path} is not a checkpoint that this Gossamer reads ({_FORMAT})")
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (not a dict)
             return tensors, json.loads(metadata["header"])
     except (safetensors.SafetensorError, json.JSONDecodeError, KeyError) as error:
-        raise GossamerError(f"{path} is damaged or not a checkpoint: {error}") from None
+        raise Unreadable(f"{path} is damaged or not a checkpoint: {error}") from None
+
+
+def remove(path: Path) -> None:
+    """A checkpoint, or a folder of them."""
+    if path.is_dir():
+        for file in path.iterdir():
+            file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another process may still be at it
+            path.rmdir()
+    else:
+        path.unlink(missing_ok=True)
 
 
 def flatten(prefix: str, value: Any, tensors: dict[str, Tensor]) -> Any:

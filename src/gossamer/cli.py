@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Annotated
 
+import torch
+import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +24,8 @@ from gossamer.dbench.runner import bench
 from gossamer.dbench.spec import load, shipped
 from gossamer.dbench.store import FILE, Store
 from gossamer.errors import GossamerError
+from gossamer.exchange import Exchange
+from gossamer.links import open_link
 
 app = typer.Typer(
     help="Decentralized data-parallel training: compare it, look inside it.",
@@ -51,18 +56,40 @@ def bench_command(
     """Run the grid of a spec and write a report.
 
     Finished runs are never repeated: after Ctrl-C, a crash or a power cut, give the same command again and it goes on.
+
+    Under torchrun (torchrun --nproc-per-node 2 -m gossamer bench NAME) the replicas of each run are spread over its processes.
     """
     read = load(spec)
     folder = out or Path("runs") / (re.sub(r"[^\w.-]+", "-", read.name).strip("-.") or "bench")
     if not resume and (folder / FILE).exists():
         raise GossamerError(f"{folder} holds results already, and --no-resume was given; choose another --out")
-    outcome = bench(read, folder, jobs=jobs, device=device, checkpoint_seconds=checkpoint_seconds, quiet=quiet)
+    exchange, device = _workers(device, jobs)
+    outcome = bench(
+        read, folder, jobs=jobs, device=device, checkpoint_seconds=checkpoint_seconds, quiet=quiet, exchange=exchange
+    )
+    if exchange is not None and exchange.rank:
+        return  # the first one says it all
     if outcome.finished:
         path = reporting.write(outcome.out)
         typer.echo(f"{outcome.finished} of {outcome.total} runs are finished. The report: {path}")
     if not outcome.complete:
         typer.echo("Stopped. Give the same command again to go on.", err=True)
         raise typer.Exit(130)
+
+
+def _workers(device: str, jobs: int | None) -> tuple[Exchange | None, str]:
+    """Under torchrun: the other processes, and the device that is ours."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None, device
+    if jobs is not None:
+        raise GossamerError("--jobs is for one process; under torchrun all processes work on the same run")
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    link = open_link(torch.device(device))
+    return (Exchange(link) if link else None), device
 
 
 @app.command("report")

@@ -10,13 +10,19 @@ ways between the same two gloo ranks would run half-duplex), straight out of the
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import json
 import queue
+import re
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +54,14 @@ class Traffic:
         return 1 - self.exposed / self.transfer if self.transfer else 1.0
 
 
+class Between(NamedTuple):
+    """See :meth:`Exchange.slices`."""
+
+    prepare: Callable[[Tensor], object]
+    outgoing: list[tuple[int, Tensor]]
+    incoming: list[tuple[int, Tensor]]
+
+
 class Flight:
     """Rows on their way. ``wait()`` before what was sent is changed, and before what was received is read."""
 
@@ -56,6 +70,7 @@ class Flight:
         self.done = threading.Event()
         self.error: BaseException | None = None
         self.peer = -1  # whom we are waiting for
+        self.work: Any = None  # and for what
         self.began = time.perf_counter()
         self.ended = 0.0
         self.event: Any = None  # on a GPU: what the stream waits for
@@ -69,10 +84,12 @@ class Flight:
         try:
             for stage in self.stages:
                 for peer, work in reversed(stage()):  # the last one first: the others are there by then, one wake-up for all
-                    self.peer = peer
+                    self.peer, self.work = peer, work
                     work.wait()
         except Exception as error:
+            self.peer = getattr(error, "peer", self.peer)
             self.error = error
+        self.work = None
         self.ended = time.perf_counter()
         self.done.set()
 
@@ -97,6 +114,8 @@ class Flight:
         link, said, warned = self.exchange.link, False, False
         while not self.done.wait(_LOOK if not said else 1.0):
             waited = time.perf_counter() - began
+            if self.peer < 0 and (ahead := self.exchange._current) is not None:
+                self.peer = ahead.peer  # not begun: it waits for what was started before it, and so for that one's peer
             link.say({"in": self.what, "number": self.tag.number, "for": self.peer})
             said = True
             other = link.heard(self.peer)
@@ -117,6 +136,8 @@ class Flight:
             link.say({})
 
     def failure(self, reason: str) -> GossamerError:
+        self.exchange.failed = True
+        reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", reason)  # gloo's source line and its advice
         return GossamerError(f"rank {self.exchange.link.rank} lost rank {self.peer} {self._where()}: {reason}")
 
     def _where(self) -> str:
@@ -132,20 +153,25 @@ class Exchange:
 
     def __init__(self, link: Link, chunk: int = 1 << 20) -> None:
         self.link, self.chunk = link, chunk
+        self.living: tuple[int, ...] = tuple(range(link.size))  # those of the link's ranks that take part, in order
         self.traffic = Traffic()
         self.collectives = 0
         self._parts: dict[bool, tuple[Tag, dict[tuple[int, bool], int]]] = {}
-        self._jobs: queue.SimpleQueue[Flight] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._current: Flight | None = None
+        self._departures: list[Flight] = []  # sent from a copy; perhaps not yet taken
+        self.failed = False  # somebody was lost
         self._stream: Any = torch.cuda.Stream() if link.streams else None
 
     @property
     def rank(self) -> int:
-        return self.link.rank
+        """My place among the living; all ranks that Exchange is given are such places."""
+        return self.living.index(self.link.rank)
 
     @property
     def size(self) -> int:
-        return self.link.size
+        return len(self.living)
 
     def step_tag(self, step: int) -> Tag:
         return Tag(self.link.epoch, False, step)
@@ -169,7 +195,10 @@ class Exchange:
         """As :meth:`edges`, but what leaves and what arrives are waited for apart: a slow receiver does not hold us."""
         out, into = self._messages(outgoing, tag, True), self._messages(incoming, tag, False)
         arrivals = self._start(Flight(self, "step", tag), [], into)
-        return self._start(Flight(self, "step", tag), out, [], later=True), arrivals
+        departures = self._start(Flight(self, "step", tag), out, [], later=True)
+        self._departures = [flight for flight in self._departures if not flight.done.is_set()] + [departures]
+        _open.add(self)
+        return departures, arrivals
 
     def slices(
         self,
@@ -180,9 +209,11 @@ class Exchange:
         tag: Tag,
         scratch: tuple[Tensor, Tensor] | None = None,
         what: str = "step",
+        between: Between | None = None,
     ) -> Flight:
         """``out [r, D]`` <- my rows of ``apply`` over the rows of all members. ``apply(x, y)`` fills y from x, both
-        ``[members · r, some columns]``, rows in the order of members; ``scratch`` is room for them."""
+        ``[members · r, some columns]``, rows in the order of members; ``scratch`` is room for them. ``between``: an exchange
+        with others than the members before ``apply``, by edges, of what ``prepare(x)`` made."""
         r, width = rows.shape
         me = members.index(self.rank)
         owned = [columns(width, len(members), k) for k in range(len(members))]
@@ -195,15 +226,28 @@ class Exchange:
         out_2 = self._messages([(peer, y[place[k]]) for k, peer in others], tag, True)
         in_2 = self._messages([(peer, out[:, owned[k]]) for k, peer in others], tag, False)
         self._count(out_2, in_2)
+        kept = out_2 + in_2
         x[place[me]].copy_(rows[:, mine])
 
-        def then() -> Works:
+        def give_back() -> Works:
             if x.shape[1]:
                 apply(x, y)
                 out[:, mine].copy_(y[place[me]])
             return self.link.post(out_2, in_2)
 
-        return self._start(Flight(self, what, tag), out_1, in_1, then, out_2 + in_2)
+        later: list[Stage] = [give_back]
+        if between is not None:
+            prepare = between.prepare
+            out_b, in_b = self._messages(between.outgoing, tag, True), self._messages(between.incoming, tag, False)
+            self._count(out_b, in_b)
+            kept += out_b + in_b
+
+            def meet() -> Works:
+                prepare(x)
+                return self.link.post(out_b, in_b)
+
+            later.insert(0, meet)
+        return self._start(Flight(self, what, tag), out_1, in_1, later, kept)
 
     def owned(self, width: int, members: Sequence[int]) -> int:
         """How many of the columns are mine."""
@@ -233,6 +277,16 @@ class Exchange:
                 self.edges([], [(peer, row)], tag, what).wait()
             span *= 2
 
+    def share(self, value: Any = None, what: str = "share") -> Any:
+        """Everyone gets rank 0's value, anything that JSON can hold."""
+        data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+        size = torch.tensor([len(data)])
+        self.broadcast_(size, what)
+        if self.rank:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        self.broadcast_(data, what)
+        return json.loads(bytes(data.tolist()))
+
     # --- Underneath ------------------------------------------------------------------------------------------------------
 
     def _messages(self, parcels: Sequence[tuple[int, Tensor]], tag: Tag, send: bool) -> list[Message]:
@@ -246,7 +300,7 @@ class Exchange:
             part = numbers.get((peer, send), 0)
             for row in _rows(rows):
                 for piece in row.split(max(1, self.chunk // row.element_size())) if row.numel() else ():
-                    messages.append(Message(peer, tag.part(part), piece))
+                    messages.append(Message(self.living[peer], tag.part(part), piece))
                     part += 1
             numbers[peer, send] = part
         return messages
@@ -256,7 +310,7 @@ class Exchange:
         flight: Flight,
         outgoing: list[Message],
         incoming: list[Message],
-        then: Stage | None = None,
+        then: Sequence[Stage] = (),
         more: Sequence[Message] = (),
         later: bool = False,
     ) -> Flight:
@@ -270,8 +324,9 @@ class Exchange:
         try:
             works = self.link.post(outgoing, incoming)
         except RuntimeError as error:
+            flight.peer = getattr(error, "peer", flight.peer)
             raise flight.failure(str(error).strip().splitlines()[0]) from None
-        flight.stages = [lambda: works] + ([then] if then else [])
+        flight.stages = [lambda: works, *then]
         if not works and not then:
             flight.submitted = True
             flight.ended = flight.began
@@ -284,11 +339,11 @@ class Exchange:
         self.traffic.sent += sum(m.tensor.nbytes for m in outgoing)
         self.traffic.received += sum(m.tensor.nbytes for m in incoming)
 
-    def _on_stream(self, flight: Flight, outgoing: list[Message], incoming: list[Message], then: Stage | None) -> None:
+    def _on_stream(self, flight: Flight, outgoing: list[Message], incoming: list[Message], then: Sequence[Stage]) -> None:
         """On a GPU the stream waits, not the host, so nothing needs a thread."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for stage in [lambda: self.link.post(outgoing, incoming)] + ([then] if then else []):
+            for stage in (lambda: self.link.post(outgoing, incoming), *then):
                 for _, work in stage():
                     work.wait()
         flight.event = self._stream.record_event()
@@ -300,13 +355,50 @@ class Exchange:
             # A daemon: a process must be able to end while it still waits for one that hangs.
             self._thread = threading.Thread(target=self._communicate, name="gossamer-exchange", daemon=True)
             self._thread.start()
+            _open.add(self)
         self._jobs.put(flight)
 
     def _communicate(self) -> None:
-        while True:
-            flight = self._jobs.get()
+        while (flight := self._jobs.get()) is not None:
+            self._current = flight
             flight.run()
+            self._current = None
             del flight  # and with it the tensors that it kept
+
+    # --- The end of the process -------------------------------------------------------------------------------------------
+
+    def close(self, orderly: bool) -> None:
+        """``orderly``: what was sent from a copy is taken by its receivers first; they may be a step behind us.
+
+        Then the communication thread ends. It must not be left in gloo's wait: woken there while the interpreter goes down, it
+        can't get back into Python, and the whole process aborts.
+        """
+        for flight in self._departures if orderly and not self.failed else ():
+            with contextlib.suppress(GossamerError):  # whoever is gone does not need it
+                flight.wait()
+        if self._thread is None:
+            return
+        self._jobs.put(None)
+        deadline = time.monotonic() + 5
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            current = self._current
+            work = current.work if current else None
+            if work is not None:
+                with contextlib.suppress(RuntimeError):
+                    work.wait(timedelta(milliseconds=1))  # expires, which closes all pairs and so wakes the thread
+            self._thread.join(0.01)
+        self._thread = None
+
+
+_open: set[Exchange] = set()  # kept until the process ends: others may still be taking what these have sent
+
+
+@atexit.register
+def _close_all() -> None:
+    orderly = not hasattr(sys, "last_value")  # set if an exception ends the process: then others are not waited for
+    for exchange in list(_open):
+        exchange.close(orderly)
+    _open.clear()
 
 
 def columns(width: int, members: int, k: int) -> slice:

@@ -27,7 +27,7 @@ class _Held:
     pointer: int
 
     def describe(self) -> str:
-        p = self.owner[self.key]
+        p = self.owner.get(self.key)
         return f"parameter {self.name!r}" + ("" if p is None else f", now {str(p.dtype)[6:]} {list(p.shape)} on {p.device},")
 
 
@@ -41,8 +41,9 @@ class Flat:
         check_parameters(module)
         self.module = module
         self.blocks: list[Block] = []
+        self.names = {id(p): name for name, p in module.named_parameters()}  # of a tied one, its first name
         self._held: list[_Held] = []
-        self._names = {id(p): name for name, p in module.named_parameters()}  # of a tied one, its first name
+        self._versions: list[int] = []  # of the parameters when they set out
         self._frozen: list[nn.Parameter] = list(module.parameters())
         self.adopt()
 
@@ -53,7 +54,7 @@ class Flat:
         by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter, bool]]] = {}
         for p in self._frozen:
             if p.requires_grad:
-                by_dtype.setdefault(p.dtype, []).append((self._names[id(p)], p, False))
+                by_dtype.setdefault(p.dtype, []).append((self.names[id(p)], p, False))
         self._frozen = [p for p in self._frozen if not p.requires_grad]
         owners = dict(self.module.named_modules())
         for named in by_dtype.values():
@@ -74,14 +75,26 @@ class Flat:
             held.view.copy_(held.parameter)
             held.parameter.data = held.view
 
-    def check(self, busy: bool) -> None:
+    def depart(self) -> None:
+        """Rows set out straight from the parameters, so from here on nobody may change them."""
+        self._versions = [held.parameter._version for held in self._held]
+
+    def check(self, busy: bool = False) -> None:
         """The parameters are still where we put them. ``busy``: rows are on their way, so they must not have been touched."""
         for held in self._held:
-            if held.parameter.data_ptr() != held.pointer or held.owner[held.key] is not held.parameter:
+            if held.parameter.data_ptr() != held.pointer or held.owner.get(held.key) is not held.parameter:
                 self._mend(held, busy)
+        if busy:
+            for held, version in zip(self._held, self._versions, strict=False):  # what was adopted since is not on its way
+                if held.parameter._version != version:
+                    raise GossamerError(
+                        f"parameter {held.name!r} was changed between forward and step(), while it was being sent (by an "
+                        "optimizer that gossip() was not given?); change it after step() and before the next forward, or use "
+                        "send_copy=True"
+                    )
 
     def _mend(self, held: _Held, busy: bool) -> None:
-        p, was = held.owner[held.key], held.view
+        p, was = held.owner.get(held.key), held.view
         if p is not held.parameter:
             raise GossamerError(
                 f"{held.describe()} was replaced by another object after it was wrapped (load_state_dict(assign=True) on the "
@@ -121,7 +134,7 @@ class Flat:
         return made
 
 
-def refuse_sharded(module: nn.Module) -> None:
+def refuse_unfit(module: nn.Module) -> None:
     """FSDP, DTensor and DDP hold parameters in ways that can't be averaged as one row."""
     for name, p in module.named_parameters():
         if type(p.data).__name__ == "DTensor" or type(p).__name__ == "DTensor":
@@ -131,6 +144,10 @@ def refuse_sharded(module: nn.Module) -> None:
             )
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise GossamerError(f"parameter {name!r} has no shape yet; run one forward of the lazy module before wrapping it")
+    devices = {p.device: name for name, p in module.named_parameters()}
+    if len(devices) > 1 or any(device.type == "meta" for device in devices):
+        where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise GossamerError(f"all parameters must be on one device, and have values; there are {where}")
     for name, part in module.named_modules():
         kind = type(part).__name__
         if kind in ("FullyShardedDataParallel", "FSDPModule"):

@@ -21,7 +21,7 @@ from scipy.sparse.csgraph import connected_components
 
 from gossamer.basegraph import base_rounds
 from gossamer.errors import GossamerError
-from gossamer.rounds import General, Groups, Mean, Permutation, Round, Window, general, identity
+from gossamer.rounds import General, Groups, Hosts, Mean, Permutation, Round, Window, general, identity
 
 _EXACT = 1e-12  # a product this near to the exact mean is the exact mean
 
@@ -205,6 +205,10 @@ def hypercube(n: int) -> Sequence[Round]:
 @_family
 def one_peer_exponential(n: int) -> Sequence[Round]:
     """Directed: send to i+2^t, receive from i-2^t, half and half. Exact after log2 n steps if n is a power of two."""
+    return _one_peer_exponential(n)
+
+
+def _one_peer_exponential(n: int) -> list[Permutation]:
     return [Permutation(n, tuple((i - 2**e) % n for i in range(n))) for e in range((n - 1).bit_length())]
 
 
@@ -271,6 +275,19 @@ def alternating_exponential_ring(n: int, per_node: int = 4) -> Sequence[Round]:
                 groups += [inside[a] + inside[b]] if index % 2 == turn else [inside[a], inside[b]]
             rounds.append(Groups(n, tuple(groups)))
     return rounds
+
+
+@_family
+def hierarchical(n: int, per_node: int = 4) -> Sequence[Round]:
+    """Hosts of ``per_node`` replicas: the mean inside each host, and one-peer exponential between hosts. Only one row per host
+    crosses the network."""
+    if per_node < 1 or n % per_node:
+        raise GossamerError(f"hierarchical: n={n} is not a multiple of per_node={per_node}, the replicas on each host")
+    hosts = n // per_node
+    if hosts == 1:
+        return [Mean(n)]
+    between = _one_peer_exponential(hosts)
+    return between if per_node == 1 else [Hosts(n, per_node, inner) for inner in between]
 
 
 @_family

@@ -26,6 +26,14 @@ _FOREVER = timedelta(days=7)  # gloo's own timeouts close all pairs of a process
 _opened = itertools.count()  # links are opened in the same order everywhere, so this number names one
 
 
+class Lost(RuntimeError):
+    """A peer's connection was closed before a message to or from it could be posted."""
+
+    def __init__(self, peer: int, reason: str) -> None:
+        super().__init__(reason)
+        self.peer = peer
+
+
 class Message(NamedTuple):
     peer: int
     tag: int
@@ -68,8 +76,14 @@ class Link:
 
     def post(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> list[tuple[int, Any]]:
         """Start to send and to receive; returns ``(peer, work)`` pairs to wait for. The tensors must stay as they are."""
-        works = [(peer, self._group.recv([tensor], peer, tag)) for peer, tag, tensor in incoming]
-        return works + [(peer, self._group.send([tensor], peer, tag)) for peer, tag, tensor in outgoing]
+        works = []
+        for verb, messages in ((self._group.recv, incoming), (self._group.send, outgoing)):
+            for peer, tag, tensor in messages:
+                try:
+                    works.append((peer, verb([tensor], peer, tag)))
+                except RuntimeError as error:
+                    raise Lost(peer, str(error)) from None
+        return works
 
     # --- Before anything is sent -----------------------------------------------------------------------------------------
 

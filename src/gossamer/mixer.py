@@ -6,6 +6,7 @@ computes. Whoever uses it never knows how many processes there are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,10 +16,10 @@ from torch import Tensor
 from gossamer import mixing
 from gossamer.blocks import Block
 from gossamer.errors import GossamerError
-from gossamer.exchange import Exchange, Flight
+from gossamer.exchange import Between, Exchange, Flight
 from gossamer.links import Tag
 from gossamer.plans import Plan, plan, rows_of
-from gossamer.rounds import Mean, Round
+from gossamer.rounds import Hosts, Mean, Round
 
 Wire = Literal["float32", "bfloat16"]
 
@@ -44,11 +45,18 @@ class Mixer:
             raise GossamerError(f"wire={wire!r} is not known; rows travel as 'float32' or 'bfloat16'")
         self.n, self.exchange, self.wire, self.send_copy = n, exchange, wire, send_copy
         self.rows = rows_of(exchange.rank, n, exchange.size) if exchange else range(n)
+        self._per_process = len(self.rows)
         self.round: Round = Mean(n)
         self.step = 0
         self._mixing: dict[int, _Mixing] = {}
         self._departures: dict[int, Flight] = {}  # sent from a copy, perhaps not yet taken by their receivers
         self._buffers: dict[tuple[int, str, torch.dtype], Tensor] = {}
+
+    def resize(self) -> None:
+        """Other processes take part than before."""
+        if self.exchange is not None:
+            self.n = self._per_process * self.exchange.size
+            self.rows = rows_of(self.exchange.rank, self.n, self.exchange.size)
 
     def edge_share(self, dtype: torch.dtype) -> float:
         """What a row by edges weighs on the wire against one in its own precision."""
@@ -73,7 +81,7 @@ class Mixer:
         tag = self.exchange.step_tag(self.step)
         if made.verb == "edges":
             self._start_edges(block, state, tag, rounded)
-        elif made.verb == "slices":
+        elif made.verb in ("slices", "hosts"):
             self._start_slices(block, state, tag)
 
     def _start_edges(self, block: Block, state: _Mixing, tag: Tag, rounded: bool) -> None:
@@ -116,7 +124,29 @@ class Mixer:
         inner, members = state.plan.inner, state.plan.members
         mine = self.exchange.owned(rows.shape[1], members)
         x, y = (self._buffer(block, what, len(members) * len(rows), block.dtype, mine) for what in ("columns", "mixed columns"))
-        state.flight = self.exchange.slices(rows, state.result, members, lambda x, y: mixing.mix(inner, x, y), tag, (x, y))
+        if state.plan.between is None:
+            state.flight = self.exchange.slices(rows, state.result, members, lambda x, y: mixing.mix(inner, x, y), tag, (x, y))
+            return
+        apply, between = self._between(block, state, mine)
+        state.flight = self.exchange.slices(rows, state.result, members, apply, tag, (x, y), between=between)
+
+    def _between(self, block: Block, state: _Mixing, mine: int) -> tuple[Callable[[Tensor, Tensor], object], Between]:
+        """Hosts: my columns of my host's mean go to the worker with my place on another host, and its come to me."""
+        hosts, plan_, place = state.round, state.plan.between, state.plan.place
+        assert isinstance(hosts, Hosts)
+        assert plan_ is not None
+        mean = self._buffer(block, "host mean", 1, block.dtype, mine)
+        theirs = self._buffer(block, "other hosts", max(1, len(plan_.receives)), block.dtype, mine)
+        peers = [(parcel.peer * hosts.per_node + place, row) for parcel, row in zip(plan_.receives, theirs, strict=False)]
+        weights = hosts.inner.neighbors(self.rows.start // hosts.per_node)
+        others = [(weights[parcel.rows[0]], row) for parcel, row in zip(plan_.receives, theirs, strict=False)]
+
+        def apply(x: Tensor, y: Tensor) -> None:
+            mixing.blend(mean[0], weights.get(self.rows.start // hosts.per_node, 0.0), others, out=y[0])
+            y[1:] = y[:1]
+
+        sends = [(parcel.peer * hosts.per_node + place, mean) for parcel in plan_.sends]
+        return apply, Between(lambda x: torch.mean(x, dim=0, keepdim=True, out=mean), sends, peers)
 
     def settle(self) -> None:
         """Wait until everything that was started has arrived. ``finish`` is still to come."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gossamer.errors import GossamerError
 from gossamer.plans import Plan
-from gossamer.rounds import General, Groups, Mean, Permutation, Round, Window
+from gossamer.rounds import General, Groups, Hosts, Mean, Permutation, Round, Window
 
 _RESTART = 64  # rows after which a moving sum starts afresh, so that rounding errors do not pile up
 _NARROW = 5  # rows in a window that is summed row by row
@@ -143,6 +143,13 @@ def _(round_: Groups, x: Tensor, out: Tensor) -> None:
         first.div_(len(group))
         for i in group[1:]:
             outs[i].copy_(first)
+
+
+@_apply.register
+def _(round_: Hosts, x: Tensor, out: Tensor) -> None:
+    means = x.unflatten(0, (-1, round_.per_node)).mean(dim=1)
+    mixed = mix(round_.inner, means, torch.empty_like(means))
+    out.unflatten(0, (-1, round_.per_node)).copy_(mixed.unsqueeze(1))
 
 
 @_apply.register

@@ -26,16 +26,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gossamer import profile, shards
+from gossamer import consensus, profile, shards
 from gossamer.blocks import Block
 from gossamer.errors import GossamerError
 from gossamer.exchange import Exchange, Traffic
-from gossamer.flat import Flat, refuse_sharded
+from gossamer.flat import Flat, refuse_unfit
+from gossamer.gradients import Gradients
 from gossamer.graphs import Graph
 from gossamer.links import open_link
 from gossamer.mixer import Mixer, Wire
 from gossamer.profile import Profile
 from gossamer.schedules import Fixed, Schedule, schedule
+from gossamer.uneven import Stretch
 
 Order = Literal["awc", "atc"]
 ALL_REDUCE = "all-reduce"
@@ -74,16 +76,16 @@ class DecentralizedDataParallel(nn.Module):
         _check_choice("init", init, ("broadcast", "keep"))
         if local_steps < 1:
             raise GossamerError(f"local_steps={local_steps}: workers average every that many steps, so it is at least 1")
-        refuse_sharded(module)
+        refuse_unfit(module)
         self.module = module
-        self._flat = Flat(module)
-        link = open_link(self._flat.blocks[0].x.device, timeout)
+        self._flat = Flat(self._bare())
+        link = open_link(self._device, timeout)
         self._exchange = Exchange(link) if link else None
         self.rank, self.size = (link.rank, link.size) if link else (0, 1)
         self._mixer = Mixer(self.size, self._exchange, wire, send_copy)
         self.averages_gradients = graph == ALL_REDUCE
         self.schedule = schedule("complete" if self.averages_gradients else _per_host(graph), self.size)
-        self.order, self.local_steps = order, local_steps
+        self.order, self.local_steps, self.send_copy = order, local_steps, send_copy
         self.epochs, self.steps_per_epoch = epochs or 1, steps_per_epoch
         if not isinstance(self.schedule, Fixed) and not (epochs and steps_per_epoch):
             raise GossamerError(
@@ -93,27 +95,27 @@ class DecentralizedDataParallel(nn.Module):
         self.steps = 0  # done; the one counter
         self.profiles: list[Profile] = []
         self.signals: dict[str, float] = {}
-        self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        self._gradients: dict[torch.optim.Optimizer, Gradients] = {}  # of the optimizers, in the order in which they step
         self._undo: list[Callable[[], object]] = []
+        self._begun = False  # this step's averaging, if it has one
         self._in_flight: list[Block] | None = None
+        self._stretch: Stretch | None = None  # inside uneven()
+        self._stretches = 0
         self._averaged = False  # inside consensus()
         self._warned = False
+        # Not as a decorator: that would load the whole compiler when Gossamer is imported.
+        self._plainly = torch.compiler.disable(self._on_forward)
         self._profile_every = 0
         self._on_profile: Callable[[Profile], object] | None = None
-        if link is not None:
-            link.agree(
-                {
-                    "graph": "all-reduce" if self.averages_gradients else self.schedule.describe(),
-                    "order": order,
-                    "local_steps": str(local_steps),
-                    "wire": wire,
-                    "init": init,
-                    "epochs": f"{epochs} of {steps_per_epoch} steps",
-                    **self._flat.signature(),
-                }
-            )
+        if self._exchange is not None:
+            self._agree({**self._setup(), "wire": wire, "init": init, "steps_per_epoch": str(steps_per_epoch)})
+            self._agree(self._flat.signature())
             if init == "broadcast":
-                self._broadcast()
+                consensus.broadcast(self._flat, self._exchange)
+
+    def _agree(self, signature: dict[str, str]) -> None:
+        if self._exchange is not None:
+            self._exchange.link.agree(signature)
 
     @property
     def traffic(self) -> Traffic:
@@ -136,56 +138,87 @@ class DecentralizedDataParallel(nn.Module):
         to ``model.profiles``, or to ``on_profile``.
         """
         self._refuse_copy("gossip()")
-        if not optimizers:
-            raise GossamerError("gossip() needs the optimizer, or the optimizers, that train this model")
-        mine = {id(p) for p in self.module.parameters()}
-        for k, optimizer in enumerate(optimizers):
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise GossamerError(f"gossip() takes optimizers; argument {k} is a {type(optimizer).__name__}")
-            if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-                raise GossamerError(
-                    f"gossip(): {type(optimizer).__name__} (argument {k}) trains no parameter of this model; "
-                    "make it from model.parameters()"
-                )
-        for undo in self._undo:
+        self._refuse_busy("gossip()")
+        self._check_optimizers(optimizers)
+        self._agree(
+            {
+                "gossip(): the optimizers": ", ".join(type(optimizer).__name__ for optimizer in optimizers),
+                "gossip(): profile_every": str(profile_every),
+                "gossip(): the scaler": "none" if scaler is None else "given",
+            }
+        )
+        for undo in reversed(self._undo):
             undo()
-        self._optimizers = optimizers
+        self._gradients = {optimizer: Gradients(optimizer, self._mixer, self._flat.names) for optimizer in optimizers}
         last = optimizers[-1]
-        self._undo = [
-            last.register_step_pre_hook(self._before_step).remove,
-            last.register_step_post_hook(self._after_step).remove,
+        self._undo = [optimizer.register_step_pre_hook(self._before_any_step).remove for optimizer in optimizers]
+        self._undo += [optimizer.register_step_post_hook(self._after_any_step).remove for optimizer in optimizers]
+        self._undo += [
+            last.register_step_pre_hook(lambda *_: self._before_step()).remove,
+            last.register_step_post_hook(lambda *_: self._after_step()).remove,
         ]
-        if len(optimizers) > 1:
-            # The first ones change parameters that are being sent, so a copy is sent, and its change is added at the end.
-            self._mixer.send_copy = True
+        # With several, the first ones change parameters that are being sent: so a copy is sent, and its change is added.
+        self._mixer.send_copy = self.send_copy or len(optimizers) > 1
         if scaler is not None:
             self._watch(scaler, last)
         self._profile_every, self._on_profile = profile_every or 0, on_profile
 
+    def _check_optimizers(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+        if not optimizers:
+            raise GossamerError("gossip() needs the optimizer, or the optimizers, that train this model")
+        if len(set(map(id, optimizers))) < len(optimizers):
+            raise GossamerError("gossip() was given the same optimizer twice")
+        mine = {id(p) for p in self._bare().parameters()}
+        for k, optimizer in enumerate(optimizers):
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise GossamerError(f"gossip() takes optimizers; argument {k} is a {type(optimizer).__name__}")
+            trained = [p for group in optimizer.param_groups for p in group["params"] if id(p) in mine]
+            if not trained:
+                raise GossamerError(
+                    f"gossip(): {type(optimizer).__name__} (argument {k}) trains no parameter of this model; "
+                    "make it from model.parameters()"
+                )
+            if any(id(p) not in self._flat.names for p in trained):
+                raise GossamerError(
+                    f"gossip(): {type(optimizer).__name__} (argument {k}) trains a parameter that the module got after it was "
+                    "wrapped, and which is not averaged; wrap the module when it is complete"
+                )
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.training and torch.is_grad_enabled() and not self._averaged:
-            self._on_forward()
+            self._plainly()
         return self.module(*args, **kwargs)
 
-    @torch.compiler.disable
     def _on_forward(self) -> None:
-        if not self._optimizers and self._exchange is not None and not self._warned:
+        if not self._gradients and self._exchange is not None and not self._warned:
             self._warned = True
             warnings.warn("model.gossip(optimizer) was not called, so nothing is averaged", stacklevel=3)
-        if self.order == "awc" and not self.averages_gradients and self._in_flight is None and self._undo:
+        if self.order == "awc" and not self.averages_gradients and self._gradients:
+            if self._in_flight is not None and not self._mixer.send_copy:
+                self._flat.check(busy=True)
             self._start()
+
+    def _begin(self) -> bool:
+        """Whether the step has just begun: it may have several forwards, and several optimizers."""
+        if self._begun:
+            return False
+        self._begun = True
+        if self._stretch is not None:
+            self._stretch.before(self.steps)
+        return True
 
     def _start(self) -> None:
         """Parameters set out, if this is a step with averaging."""
-        if self._exchange is None:
+        if not self._begin():
             return
-        self._flat.check(busy=False)
+        self._flat.check()
         self._flat.adopt()
         self._look()
-        if (self.steps + 1) % self.local_steps:
+        if self._exchange is None or (self.steps + 1) % self.local_steps:
             return
         self._mixer.step = self.steps
         self._mixer.round = self._graph().round(self.steps // self.local_steps)
+        self._flat.depart()
         self._in_flight = list(self._flat.blocks)
         with torch.no_grad():
             for block in self._in_flight:
@@ -201,31 +234,42 @@ class DecentralizedDataParallel(nn.Module):
         self._in_flight = None
 
     def _graph(self) -> Graph:
-        epoch = self.steps // self.steps_per_epoch if self.steps_per_epoch else 0
-        return self.schedule.graph(self.steps, min(epoch, self.epochs - 1), self.epochs, self.signals)
+        current = self.schedule if self._stretch is None else self._stretch.schedule
+        return current.graph(self.steps, min(self._epoch, self.epochs - 1), self.epochs, self.signals)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    @property
+    def _epoch(self) -> int:
+        return self.steps // self.steps_per_epoch if self.steps_per_epoch else 0
+
+    def _before_any_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if self._averaged:
             raise GossamerError(f"optimizer.step() inside consensus() (step {self.steps}): its update would be thrown away")
+        closure = kwargs.get("closure") is not None or any(a is not None and a is not optimizer for a in args)
+        if closure and (self.averages_gradients or self.order == "awc"):
+            raise GossamerError(
+                "optimizer.step(closure) evaluates the loss inside step(), where adapt-while-combine has already mixed the "
+                "parameters and all-reduce has averaged the gradients; use order='atc' with a graph, or step() without a closure"
+            )
         if self.averages_gradients:
-            self._average_gradients()
-        elif self.order == "awc":
-            if kwargs.get("closure") is not None or any(a is not None and a is not optimizer for a in args):
-                raise GossamerError(
-                    "optimizer.step(closure) evaluates the loss inside step(), where adapt-while-combine has already mixed the "
-                    "parameters; use order='atc', or step() without a closure"
-                )
-            if self._in_flight is None:
-                self._start()
-            self._finish()
+            self._begin()
+            self._gradients[optimizer].average()
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        if self.order == "atc" and not self.averages_gradients:
+    def _after_any_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        self._gradients[optimizer].done()
+
+    def _before_step(self) -> None:
+        if self.order == "awc" and not self.averages_gradients:
             self._start()
             self._finish()
-        elif self.averages_gradients:
+
+    def _after_step(self) -> None:
+        if self.averages_gradients:
             self._look()
+        elif self.order == "atc":
+            self._start()
+            self._finish()
         self.steps += 1
+        self._begun = False
 
     def _watch(self, scaler: torch.amp.GradScaler, last: torch.optim.Optimizer) -> None:
         """A GradScaler that finds an infinite gradient does not call ``step()``, so no hook fires."""
@@ -234,16 +278,17 @@ class DecentralizedDataParallel(nn.Module):
         def step_and_average(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             before = self.steps
             result = step(optimizer, *args, **kwargs)
+            if optimizer in self._gradients:
+                self._gradients[optimizer].done()
             if optimizer is last and self.steps == before:
-                if not self.averages_gradients:
-                    self._before_step(last, (), {})
-                self._after_step(last, (), {})
+                self._before_step()
+                self._after_step()
             return result
 
         def average_and_unscale(optimizer: torch.optim.Optimizer) -> None:
             # Before the check for infinite gradients, so that all workers find the same.
-            if self.averages_gradients and optimizer is last:
-                self._average_gradients()
+            if self.averages_gradients and optimizer in self._gradients:
+                self._gradients[optimizer].average()
             unscale(optimizer)
 
         def undo() -> None:
@@ -252,32 +297,13 @@ class DecentralizedDataParallel(nn.Module):
         scaler.step, scaler.unscale_ = step_and_average, average_and_unscale  # type: ignore[method-assign]
         self._undo.append(undo)
 
-    # --- All-reduce ------------------------------------------------------------------------------------------------------
-
-    def _average_gradients(self) -> None:
-        """Each gradient becomes its mean over the workers; one that is missing here counts as zero."""
-        if self._exchange is None or self._gradients_at == self.steps:
-            return
-        self._gradients_at = self.steps
-        self._flat.check(busy=False)
-        self._flat.adopt()
-        params = dict(self.module.named_parameters())
-        with torch.no_grad():
-            for block in self._flat.blocks:
-                rows = block.rows(block.grad)[0]
-                names = [slot.name for slot in block.slots]
-                for view, name in zip(rows, names, strict=True):
-                    grad = params[name].grad
-                    view.zero_() if grad is None else view.copy_(grad)
-                self._mixer.mean_(block.grad)
-                for view, name in zip(rows, names, strict=True):
-                    grad = params[name].grad
-                    if grad is not None:
-                        grad.copy_(view)
-                    elif view.any():
-                        params[name].grad = view.clone()
-
-    _gradients_at = -1  # the step whose gradients were averaged
+    def average_gradients(self) -> None:
+        """With ``graph="all-reduce"``: average the gradients now and not in ``step()``, to clip or look at the averaged ones.
+        With any other graph gradients are one's own, and this does nothing; so a loop may always call it."""
+        self._refuse_copy("average_gradients()")
+        if self.averages_gradients:
+            for gradients in self._gradients.values():
+                gradients.average()
 
     # --- Looking at all workers ------------------------------------------------------------------------------------------
 
@@ -285,8 +311,7 @@ class DecentralizedDataParallel(nn.Module):
         if not self._profile_every or self.steps % self._profile_every:
             return
         with torch.no_grad():
-            epoch = self.steps // self.steps_per_epoch if self.steps_per_epoch else 0
-            seen = profile.take(self._flat, self.steps, epoch, self.traffic.received, self._mixer)
+            seen = profile.take(self._flat, self.steps, self._epoch, self.traffic.received, self._mixer)
         self.signals["consensus_distance"] = seen.consensus_distance
         self.signals |= {name: float(values.mean()) for name, values in seen.dispersion().items()}
         if self._on_profile is not None:
@@ -315,56 +340,58 @@ class DecentralizedDataParallel(nn.Module):
         self._refuse_copy("consensus()")
         if self._averaged:
             raise GossamerError("consensus() inside consensus()")
-        self._flat.check(busy=False)
-        with torch.no_grad():
-            rows = [self._mixer.mean(block.x[0], "consensus()").clone() for block in self._flat.blocks]
-            places, own = self._buffer_places(), [owner[key] for owner, key in self._buffer_places()]
-            means = self._mean_buffers([b for b in own if b is not None])
-        self._averaged = True
-        self._flat.point_at(rows)
-        for (owner, key), mean in zip(places, means, strict=True):
-            owner[key] = mean
-        try:
-            if reestimate is not None:
-                self._reestimate(reestimate)
-            yield self
-        finally:
-            self._flat.point_at(None)
-            for (owner, key), b in zip(places, own, strict=True):
-                owner[key] = b
-            self._averaged = False
+        self._flat.check(busy=self._in_flight is not None and not self._mixer.send_copy)
+        with consensus.averaged(self._flat, self._mixer, self.module, reestimate):
+            self._averaged = True
+            try:
+                yield self
+            finally:
+                self._averaged = False
 
-    def _reestimate(self, batches: Iterable[Any]) -> None:
-        torch.optim.swa_utils.update_bn(batches, self.module, device=self._device)
-        with torch.no_grad():
-            current = [b for owner, key in self._buffer_places() if (b := owner[key]) is not None]
-            for b, mean in zip(current, self._mean_buffers(current), strict=True):
-                b.copy_(mean)
-
-    @torch.no_grad()
     def average_(self) -> None:
         """Parameters and floating-point buffers become their mean over the workers, for good. All workers call it."""
         self._refuse_copy("average_()")
         self._refuse_busy("average_()")
-        self._flat.check(busy=False)
-        for block in self._flat.blocks:
-            block.x[0].copy_(self._mixer.mean(block.x[0], "average_()"))
-        buffers = list(self.module.buffers())
-        for b, mean in zip(buffers, self._mean_buffers(buffers), strict=True):
-            b.copy_(mean)
+        self._flat.check()
+        consensus.average_(self._flat, self._mixer)
 
-    def _buffer_places(self) -> list[tuple[dict[str, Tensor | None], str]]:
-        return [(m._buffers, key) for m in self.module.modules() for key, b in m._buffers.items() if b is not None]
+    # --- Uneven data -----------------------------------------------------------------------------------------------------
 
-    def _mean_buffers(self, buffers: list[Tensor]) -> list[Tensor]:
-        """The floating-point ones averaged, the others copied."""
-        made = [b.detach().clone() for b in buffers]
-        for dtype in dict.fromkeys(b.dtype for b in made if b.is_floating_point()):
-            some = [b for b in made if b.dtype == dtype]
-            mean = self._mixer.mean(torch.cat([b.flatten() for b in some]), "consensus()")
-            for b, part in zip(some, mean.split([b.numel() for b in some]), strict=True):
-                b.copy_(part.reshape(b.shape))
-        return made
+    @contextlib.contextmanager
+    def uneven(self) -> Iterator[None]:
+        """In this block workers may do different numbers of steps: one that is done leaves the graph, and the others go on
+        without it. At the end all wait for each other; who left early takes over the parameters of one who stayed. All workers
+        enter it; ``mean()``, ``consensus()`` and the like have their place outside of it."""
+        self._refuse_copy("uneven()")
+        self._refuse_busy("uneven()")
+        if self._exchange is None:
+            yield
+            return
+        self._stretches += 1
+        self._stretch = Stretch(self._exchange, self._mixer, self.schedule, self._stretches, self.steps)
+        try:
+            yield
+        except BaseException:
+            self._stretch.abandon()
+            self._stretch = None
+            raise
+        self._stretch.leave(self.steps, self._exchange_only)
+        self.steps, self._stretch = self._stretch.rejoin(self.steps, self._flat), None
+
+    def _exchange_only(self) -> int:
+        """A step without training, for the sake of the others."""
+        if self.averages_gradients:
+            for optimizer, gradients in self._gradients.items():
+                optimizer.zero_grad()
+                gradients.average()
+                gradients.done()
+                optimizer.zero_grad()
+        else:
+            self._start()
+            self._finish()
+        self.steps += 1
+        self._begun = False
+        return self.steps
 
     # --- Checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -376,17 +403,17 @@ class DecentralizedDataParallel(nn.Module):
         """
         self._refuse_copy("save()")
         self._refuse_busy("save()")
-        self._flat.check(busy=False)
+        self._flat.check()
         state = {
-            "model": self.module_state(),
-            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "model": self.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._gradients],
             "schedule": self.schedule.state_dict(),
             "signals": self.signals,
             "also": {name: thing.state_dict() for name, thing in (also or {}).items()},
         }
         with self.consensus():
-            averaged = {name: t.clone() for name, t in self.module_state().items()} if self.rank == 0 else None
-        shards.save(Path(folder), self.steps, state, self._setup(), averaged, self._exchange)
+            averaged = {name: t.clone() for name, t in self.state_dict().items() if isinstance(t, Tensor)}
+        shards.save(Path(folder), self.steps, state, self._setup(), averaged if self.rank == 0 else None, self._exchange)
 
     def load(self, folder: Path | str, also: Mapping[str, Any] | None = None) -> bool:
         """Go on from the last step that all workers have on disk. Returns whether there was one. Call it after ``gossip()``."""
@@ -399,19 +426,19 @@ class DecentralizedDataParallel(nn.Module):
         missing = set(also or {}) ^ set(state["also"])
         if missing:
             raise GossamerError(f"the checkpoint in {folder} and `also` differ: {', '.join(sorted(missing))}")
-        if len(state["optimizers"]) != len(self._optimizers):
+        if len(state["optimizers"]) != len(self._gradients):
             raise GossamerError(
                 f"the checkpoint in {folder} holds {len(state['optimizers'])} optimizers and gossip() was given "
-                f"{len(self._optimizers)}; call model.gossip(optimizer) before model.load()"
+                f"{len(self._gradients)}; call model.gossip(optimizer) before model.load()"
             )
         self.load_state_dict(state["model"])
-        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+        for optimizer, saved in zip(self._gradients, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         for name, thing in (also or {}).items():
             thing.load_state_dict(state["also"][name])
         self.schedule.load_state_dict(state["schedule"])
         self.signals = dict(state["signals"])
-        self.steps = step
+        self.steps, self._begun = step, False
         return True
 
     def _setup(self) -> dict[str, str]:
@@ -419,9 +446,6 @@ class DecentralizedDataParallel(nn.Module):
         return {"graph": graph, "order": self.order, "local_steps": str(self.local_steps), "workers": str(self.size)}
 
     # --- As the bare module would ----------------------------------------------------------------------------------------
-
-    def module_state(self) -> dict[str, Tensor]:
-        return self._bare().state_dict()
 
     def _bare(self) -> nn.Module:
         return getattr(self.module, "_orig_mod", self.module)  # torch.compile wraps the module once more
@@ -435,6 +459,13 @@ class DecentralizedDataParallel(nn.Module):
         if hasattr(self, "_flat"):
             self._refuse_busy("load_state_dict()")
         return self._bare().load_state_dict(state_dict, strict=strict)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """As a part of a larger module, whose state has the bare module's keys too: torch looks for them one module deeper."""
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            compiled = "_orig_mod." if self._bare() is not self.module else ""
+            state_dict[f"{prefix}module.{compiled}{key.removeprefix(prefix)}"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self._bare().named_parameters(*args, **kwargs)
@@ -457,7 +488,7 @@ class DecentralizedDataParallel(nn.Module):
         memo[id(self)] = made
         made.module = copy.deepcopy(self.module, memo)
         made.training = self.training
-        made._exchange, made._averaged, made.is_copy = None, True, True
+        made._exchange, made._averaged, made.is_copy = None, True, True  # with _averaged, forward is the module's own
         return made
 
     is_copy = False
@@ -467,6 +498,10 @@ class DecentralizedDataParallel(nn.Module):
     def _refuse_copy(self, what: str) -> None:
         if self.is_copy:
             raise GossamerError(f"{what} on a copy of a DecentralizedDataParallel: a copy takes no part in the averaging")
+        if self._stretch is not None:
+            raise GossamerError(
+                f"{what} inside uneven() (step {self.steps}): not all workers may get there; call it after the block"
+            )
 
     def _refuse_busy(self, what: str) -> None:
         if not self.is_copy and self._in_flight is not None:
@@ -478,16 +513,6 @@ class DecentralizedDataParallel(nn.Module):
     @property
     def _device(self) -> torch.device:
         return self._flat.blocks[0].x.device
-
-    def _broadcast(self) -> None:
-        assert self._exchange is not None
-        with torch.no_grad():
-            for block in self._flat.blocks:
-                self._exchange.broadcast_(block.x[0].view(torch.uint8))
-            for t in self._flat.rest():
-                flat = t.contiguous().flatten()
-                self._exchange.broadcast_(flat.view(torch.uint8))
-                t.copy_(flat.reshape(t.shape))
 
 
 def _per_host(graph: str | Graph | Schedule) -> str | Graph | Schedule:

@@ -15,7 +15,7 @@ import scipy.sparse
 from scipy.sparse.csgraph import connected_components
 
 from gossamer.errors import GossamerError
-from gossamer.rounds import Groups, Mean, Round, Verb, general
+from gossamer.rounds import Groups, Hosts, Mean, Round, Verb, general
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +47,8 @@ class Plan:
     members: tuple[int, ...] = ()
     inner: Round | None = None
     reduced: bool = False
+    between: Plan | None = None  # hosts: what my host does with the others, as if it were one process
+    place: int = 0  # hosts: which worker of its host this is
 
     @property
     def raw(self) -> bool:
@@ -71,6 +73,12 @@ def plan(round_: Round, p: int, process: int, quantized: bool = False) -> Plan:
         return Plan("none")
     if isinstance(round_, Mean) and p > 2 and not quantized:  # no need to look at n² weights
         return Plan("slices", members=tuple(range(p)), inner=Mean(p), reduced=True)
+    if isinstance(round_, Hosts) and len(mine) == 1:
+        host, place = divmod(process, round_.per_node)
+        members = tuple(range(host * round_.per_node, (host + 1) * round_.per_node))
+        return Plan(
+            "hosts", members=members, between=plan(round_.inner, round_.inner.n, host), inner=Mean(round_.per_node), place=place
+        )
     weights = _sparse(round_)
     traffic = _traffic(weights, p, quantized)
     label = _components(traffic, p)

@@ -15,7 +15,7 @@ import numpy as np
 import scipy.sparse
 from scipy.sparse.csgraph import connected_components
 
-Verb = Literal["none", "edges", "slices"]
+Verb = Literal["none", "edges", "slices", "hosts"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +142,35 @@ class Groups(Round):
     @cached_property
     def span(self) -> int:
         return max(len(group) for group in self.groups)
+
+
+@dataclass(frozen=True, eq=False)
+class Hosts(Round):
+    """Replicas live ``per_node`` to a host. Everyone gets its host's mean, mixed with those of other hosts by ``inner``, a Round
+    over the hosts in which each hears one other: W = inner ⊗ J/per_node."""
+
+    per_node: int
+    inner: Permutation
+
+    def matrix(self) -> np.ndarray:
+        return np.kron(self.inner.matrix(), np.full((self.per_node, self.per_node), 1 / self.per_node))
+
+    def neighbors(self, i: int) -> dict[int, float]:
+        m = self.per_node
+        hosts = sorted(self.inner.neighbors(i // m).items())
+        return {h * m + k: weight / m for h, weight in hosts for k in range(m)}
+
+    @property
+    def degree(self) -> int:
+        return (self.inner.degree + 1) * self.per_node - 1
+
+    def verb(self, edge_share: float = 1.0) -> Verb:
+        return "hosts" if self.degree else "none"
+
+    def cost(self, row_bytes: int, edge_share: float = 1.0) -> int:
+        """A reduce-scatter and an all-gather inside the host; between hosts each worker carries its own part of the row."""
+        m = self.per_node
+        return round((2 * (m - 1) / m + self.inner.degree / m) * row_bytes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,6 +47,10 @@ class Schedule(ABC):
             self._current = graph
         return graph
 
+    def note(self, step: int, graph: str, reason: str) -> None:
+        """Log a change that was decided elsewhere."""
+        self.changes.append(Change(step, self.changes[-1].epoch if self.changes else 0, graph, reason))
+
     @abstractmethod
     def decide(self, now: Moment) -> tuple[Graph, str]:
         """The Graph, and the reason that goes to the log if it is a change."""

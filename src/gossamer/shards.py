@@ -29,9 +29,17 @@ def save(
 ) -> None:
     """Returns when all workers have written theirs. Older steps are removed then."""
     rank, size = (exchange.rank, exchange.size) if exchange else (0, 1)
+    # Later steps are of another run that this one did not go on from. Removed first: load() would take them for the newest.
+    for later in (s for s in _steps(folder, rank, size) if s > step):
+        _path(folder, later, rank, size).unlink(missing_ok=True)
     tensors: dict[str, Tensor] = {}
     header = {"step": step, "setup": setup, "state": checkpoint.flatten("state", state, tensors)}
-    checkpoint.save(_path(folder, step, rank, size), tensors, header)
+    try:
+        checkpoint.save(_path(folder, step, rank, size), tensors, header)
+    except TypeError as error:  # from JSON
+        raise GossamerError(
+            f"a state_dict holds what a checkpoint can't: {error}; it takes tensors, numbers and text"
+        ) from None
     if averaged is not None:
         checkpoint.write(folder / AVERAGED, averaged, {"step": str(step)})
     if exchange is not None:
@@ -46,20 +54,12 @@ def load(
     """The last step that all workers have, and my state at it; None if there is none. What is newer is removed."""
     rank, size = (exchange.rank, exchange.size) if exchange else (0, 1)
     mine = sorted(_steps(folder, rank, size))
-    if exchange is not None:
-        listed = torch.full((_LISTED,), -1, dtype=torch.int64)
-        listed[: len(mine[-_LISTED:])] = torch.tensor(mine[-_LISTED:], dtype=torch.int64)
-        everyone = exchange.gather(listed, "load()").tolist()
-        common = set(everyone[0]).intersection(*everyone[1:]) - {-1}
-    else:
-        common = set(mine)
+    everyone = _everyone(mine, exchange)
+    common = set(everyone[0]).intersection(*everyone[1:])
     if not common:
-        if not mine and list(folder.glob("step-*.rank-*")):
-            others = {match[3] for path in folder.glob("step-*.rank-*") if (match := _NAME.match(path.name))}
-            if others and str(size) not in others:
-                raise GossamerError(
-                    f"the checkpoints in {folder} are of {'/'.join(sorted(others))} workers, and there are {size}"
-                )
+        _refuse_incomplete(folder, size, everyone)
+        for useless in mine:  # the first save of all was cut short
+            _path(folder, useless, rank, size).unlink(missing_ok=True)
         return None
     step = max(common)
     for newer in (s for s in mine if s > step):
@@ -74,6 +74,25 @@ def load(
     if differ:
         raise GossamerError(f"{path} was made with another set-up: {'; '.join(differ)}")
     return step, checkpoint.unflatten(header["state"], tensors)
+
+
+def _everyone(mine: list[int], exchange: Exchange | None) -> list[list[int]]:
+    """The steps that each worker has on disk."""
+    if exchange is None:
+        return [mine]
+    listed = torch.full((_LISTED,), -1, dtype=torch.int64)
+    listed[: len(mine[-_LISTED:])] = torch.tensor(mine[-_LISTED:], dtype=torch.int64)
+    return [[step for step in row if step >= 0] for row in exchange.gather(listed, "load()").tolist()]
+
+
+def _refuse_incomplete(folder: Path, size: int, everyone: list[list[int]]) -> None:
+    """No step is there for all. That is a first run, or one that was cut short in its first save; anything else is an error."""
+    if max(map(len, everyone)) >= _KEPT:  # a second save begins when all have done the first
+        shown = "; ".join(f"rank {rank} has {', '.join(map(str, steps)) or 'none'}" for rank, steps in enumerate(everyone))
+        raise GossamerError(f"{folder}: the workers have no step in common ({shown}); are some files lost, or on another disk?")
+    others = {match[3] for path in folder.glob("step-*.rank-*") if (match := _NAME.match(path.name))} - {str(size)}
+    if others and not any(everyone):
+        raise GossamerError(f"the checkpoints in {folder} are of {'/'.join(sorted(others))} workers, and there are {size}")
 
 
 _NAME = re.compile(r"step-(\d+)\.rank-(\d+)-of-(\d+)\.ckpt$")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from gossamer import checkpoint, profile
+from gossamer import checkpoint, profile, shards
 from gossamer.algorithms import algorithm
 from gossamer.backends import Backend
 from gossamer.errors import GossamerError
@@ -108,6 +108,7 @@ class Trainer:
         self.device = torch.device(settings.device)
         self.on_profile, self.on_epoch, self.on_step = on_profile, on_epoch, on_step
         self.schedule = schedule("complete" if kind.averages_gradients else graph, n)
+        self.exchange = exchange
         self.mixer = Mixer(n, exchange, settings.wire)
         self.replicas = Replicas(
             task.build,
@@ -150,7 +151,7 @@ class Trainer:
         there after each epoch (or every ``save_every`` steps)."""
         end = self.steps if until is None else min(until, self.steps)
         per_epoch = self.batches.steps_per_epoch
-        while self.step < end and not self._agreed(stop()):
+        while self.step < end and not self.agreed(stop()):
             began = time.perf_counter()
             self._train_one_step()
             self.seconds += time.perf_counter() - began
@@ -160,7 +161,7 @@ class Trainer:
                 self.save(save)
         return self.history
 
-    def _agreed(self, stop: bool) -> bool:
+    def agreed(self, stop: bool) -> bool:
         """All processes stop after the same step: when the first one says so."""
         return bool(self.mixer.gather(torch.tensor([float(stop)]), "stop?")[0])
 
@@ -258,7 +259,8 @@ class Trainer:
     # --- Checkpoint and resume -------------------------------------------------------------------------------------------
 
     def save(self, path: Path | str) -> None:
-        """Everything needed to go on. Refuses to replace a good checkpoint by parameters that are not numbers."""
+        """Everything needed to go on. Refuses to replace a good checkpoint by parameters that are not numbers. With several
+        processes ``path`` is a folder, with a file for each of them."""
         self.check_parameters()
         tensors = {f"x.{k}": block.x for k, block in enumerate(self.replicas.blocks)}
         tensors |= {f"buffer.{name}": stacked for name, stacked in self.replicas.buffers.items()}
@@ -276,12 +278,29 @@ class Trainer:
             "backend": str(self.replicas.backend) if self.replicas.backend else None,
             "threads": torch.get_num_threads(),
         }
-        checkpoint.save(Path(path), tensors, header)
+        if self.exchange is None:
+            checkpoint.save(Path(path), tensors, header)
+        else:
+            shards.save(Path(path), self.step, {"tensors": tensors, "header": header}, {}, None, self.exchange)
 
-    def load(self, path: Path | str) -> None:
-        """Go on exactly where :meth:`save` was called. The settings must be the same."""
+    def load(self, path: Path | str, trusted: Callable[[dict[str, Any]], bool] = lambda header: True) -> bool:
+        """Go on exactly where :meth:`save` was called. The settings must be the same. ``trusted`` may look at the header and
+        say no; returns whether it was loaded."""
         path = Path(path)
-        tensors, header = checkpoint.load(path, self.device)
+        if self.exchange is None:
+            tensors, header = checkpoint.load(path, self.device)
+            good = trusted(header)
+        else:
+            found = shards.load(path, {}, self.exchange, self.device)
+            good = found is not None and trusted(found[1]["header"])
+            good = bool(self.exchange.share(good))  # the first one decides
+            if found is not None:
+                tensors, header = found[1]["tensors"], found[1]["header"]
+        if good:
+            self._restore(path, tensors, header)
+        return good
+
+    def _restore(self, path: Path, tensors: dict[str, torch.Tensor], header: dict[str, Any]) -> None:
         mine = self._fingerprint()
         differ = [
             f"{key} ({header['settings'].get(key)!r} there, {mine[key]!r} here)"
@@ -306,7 +325,7 @@ class Trainer:
             warnings.warn(
                 f"{path} was made with {header['threads']} threads and this process has {torch.get_num_threads()}: "
                 "results may differ in the last digits",
-                stacklevel=2,
+                stacklevel=3,
             )
 
     def _fingerprint(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from gossamer.backends import Backend
 from gossamer.dbench import machine
 from gossamer.dbench.spec import Cell, Spec
 from gossamer.dbench.store import Store
-from gossamer.errors import GossamerError
+from gossamer.exchange import Exchange
 from gossamer.profile import Profile
 from gossamer.tasks import Task
 from gossamer.trainer import EpochRecord, Trainer, TrainingDiverged
@@ -24,12 +24,13 @@ from gossamer.trainer import EpochRecord, Trainer, TrainingDiverged
 Report = Callable[[int, int, float, float | None], None]  # step, steps, loss, latest value
 
 
-def trainer_for(spec: Spec, cell: Cell, task: Task, device: str) -> Trainer:
-    return Trainer(task, replace(spec.settings(cell), device=device), spec.method(cell.method).topology)
+def trainer_for(spec: Spec, cell: Cell, task: Task, device: str, exchange: Exchange | None = None) -> Trainer:
+    settings = replace(spec.settings(cell), device=device)
+    return Trainer(task, settings, spec.method(cell.method).topology, exchange=exchange)
 
 
 def run_cell(
-    store: Store,
+    book: Book,
     spec: Spec,
     cell: Cell,
     task: Task,
@@ -37,23 +38,22 @@ def run_cell(
     checkpoint_seconds: float,
     report: Report,
     stop: Callable[[], bool],
+    exchange: Exchange | None = None,
 ) -> bool:
-    """Returns whether the cell was finished (and not stopped)."""
-    run = store.find(cell).id
+    """Returns whether the cell was finished (and not stopped). With several processes all of them call it, and only the first
+    one has the store."""
     profiles: list[Profile] = []
     epochs: list[EpochRecord] = []
-    trainer = trainer_for(spec, cell, task, device)
+    trainer = trainer_for(spec, cell, task, device, exchange)
     trainer.on_profile, trainer.on_epoch = profiles.append, epochs.append
     trainer.on_step = lambda step, loss: report(
         step, trainer.steps, loss, trainer.history[-1].value if trainer.history else None
     )
-    known = store.meta(f"backend:{cell.replicas}")
-    if known is not None:
-        trainer.replicas.backend = Backend.parse(known)
-    path = store.path.parent / "checkpoints" / f"{run}.ckpt"
-    if not _resume(trainer, path, store, run):
-        where = machine.describe() | {"device": device}
-        store.begin(run, where, str(trainer.replicas.backend), torch.get_num_threads(), trainer.replicas.slots)
+    if book.backend is not None:
+        trainer.replicas.backend = Backend.parse(book.backend)
+    if not _resume(trainer, book):
+        where = machine.describe() | {"device": device} | ({"processes": exchange.size} if exchange else {})
+        book.begin(where, str(trainer.replicas.backend), torch.get_num_threads(), trainer.replicas.slots)
 
     def unsaved() -> tuple[list[Profile], list[EpochRecord], list]:
         rows = (profiles.copy(), epochs.copy(), trainer.schedule.changes)
@@ -67,12 +67,12 @@ def run_cell(
             trainer.run(stop=lambda: stop() or clock.due())
             if trainer.step == trainer.steps:
                 break
-            store.add(run, *unsaved())  # before the checkpoint: see store.py
+            book.add(*unsaved())  # before the checkpoint: see store.py
             # A run that has gone wrong leaves no checkpoint; it is found out at the same step as if none had been tried.
             with contextlib.suppress(TrainingDiverged):
-                trainer.save(path)
+                trainer.save(book.path)
             clock.reset()
-            if stop():
+            if trainer.agreed(stop()):
                 return False
         result = trainer.evaluate()
         numbers: dict[str, float | int | None] = {
@@ -91,9 +91,49 @@ def run_cell(
         "seconds": trainer.seconds,
         "consensus_distance": trainer.history[-1].consensus_distance if trainer.history else None,
     }
-    store.finish(run, status, message, numbers | rest, unsaved())
-    path.unlink(missing_ok=True)
+    book.finish(status, message, numbers | rest, unsaved())
+    checkpoint.remove(book.path)
     return True
+
+
+@dataclass(frozen=True)
+class Book:
+    """Where one run is written down: its row in the store, and its checkpoint. A process that is not the first has no store."""
+
+    store: Store | None
+    run: int
+    path: Path
+    backend: str | None
+
+    def trusts(self, header: dict[str, Any]) -> bool:
+        """Whether the store holds all that a checkpoint knows."""
+        if self.store is None:
+            return True
+        known = {e.epoch for e in self.store.epochs(self.run)}
+        return {e["epoch"] for e in header["history"]} <= known and self.store.run(self.run).status == "running"
+
+    def begin(self, *about: Any) -> None:
+        if self.store is not None:
+            self.store.begin(self.run, *about)
+
+    def add(self, *rows: Any) -> None:
+        if self.store is not None:
+            self.store.add(self.run, *rows)
+
+    def finish(self, *results: Any) -> None:
+        if self.store is not None:
+            self.store.finish(self.run, *results)
+
+
+def book(store: Store, cell: Cell, processes: int = 1) -> Book:
+    """In one process; with several, rank 0 tells the others what to write on theirs."""
+    run = store.find(cell).id
+    name = f"{run}.ckpt" if processes == 1 else f"{run}.of-{processes}"
+    return Book(store, run, store.path.parent / "checkpoints" / name, store.meta(backend_key(cell.replicas, processes)))
+
+
+def backend_key(replicas: int, processes: int) -> str:
+    return f"backend:{replicas}" if processes == 1 else f"backend:{replicas}/{processes}"
 
 
 class _Clock:
@@ -110,21 +150,14 @@ class _Clock:
         return self.trainer.step > self.step and time.monotonic() - self.time >= self.seconds
 
 
-def _resume(trainer: Trainer, path: Path, store: Store, run: int) -> bool:
+def _resume(trainer: Trainer, book: Book) -> bool:
     """Go on from the checkpoint, if it can be read and the store holds all that it knows; else the run starts again."""
-    if not path.exists():
+    if trainer.exchange is None and not book.path.exists():
         return False
-    header = _peek(path)
-    known = {e.epoch for e in store.epochs(run)}
-    if header is None or not {e["epoch"] for e in header["history"]} <= known or store.run(run).status != "running":
-        path.unlink()
-        return False
-    trainer.load(path)
-    return True
-
-
-def _peek(path: Path) -> dict[str, Any] | None:
     try:
-        return checkpoint.load(path)[1]
-    except GossamerError:
-        return None  # of another version, or damaged by the disk
+        if trainer.load(book.path, book.trusts):
+            return True
+    except checkpoint.Unreadable:
+        pass  # of another version, or damaged by the disk
+    checkpoint.remove(book.path)
+    return False

@@ -24,12 +24,14 @@ import torch
 
 from gossamer.apps import tasks
 from gossamer.dbench import machine
-from gossamer.dbench.cell import run_cell, trainer_for
+from gossamer.dbench.cell import Book, backend_key, book, run_cell, trainer_for
 from gossamer.dbench.display import Display
 from gossamer.dbench.spec import Cell, Spec
-from gossamer.dbench.store import FILE, FINISHED, Store
+from gossamer.dbench.store import FILE, FINISHED, Run, Store
 from gossamer.errors import GossamerError
+from gossamer.exchange import Exchange
 from gossamer.optim import BlockOptimizer
+from gossamer.plans import rows_of
 from gossamer.replicas import Replicas
 from gossamer.sampling import sampler
 from gossamer.tasks import Task
@@ -59,23 +61,20 @@ def bench(
     device: str = "cpu",
     checkpoint_seconds: float = 10.0,
     quiet: bool = False,
+    exchange: Exchange | None = None,
 ) -> Outcome:
-    """Run what is not finished yet. ``task`` replaces the spec's named task by your own (in this process, one job)."""
+    """Run what is not finished yet. ``task`` replaces the spec's named task by your own (in this process, one job).
+
+    ``exchange``: the replicas of each cell are spread over its processes, all of which call this; the first one writes."""
     out = Path(out)
     context = _Context(spec, out, task, device, checkpoint_seconds)
     made = context.made_task()
+    if exchange is not None:
+        return _together(context, made, exchange, quiet)
     if jobs is not None and jobs < 1:
         raise GossamerError(f"jobs={jobs} is out of range; at least one cell runs at a time")
-    try:
-        (out / "checkpoints").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise GossamerError(f"{out} can't be made: {error.strerror}; choose another --out") from None
     with _locked(out), _one_thread():
-        _check(spec, made, device)
-        shapes = {"name": made.name, "train": [list(t.shape) for t in made.train], "test": [list(t.shape) for t in made.test]}
-        store = Store.create(out / FILE, spec, (made.metric.name, made.metric.higher_is_better), shapes)
-        runs = store.runs()
-        pending = [Cell(r.method, r.replicas, r.seed) for r in runs if r.status not in FINISHED]
+        store, runs, pending = _open(context, made)
         wanted = jobs or (1 if task is not None or device != "cpu" else machine.cores())
         with Display(len(runs), len(runs) - len(pending), quiet) as display, _interruptible() as stop:
             _choose_backends(store, spec, made, pending, device, display)
@@ -86,6 +85,67 @@ def bench(
         finished = sum(run.status in FINISHED for run in store.runs())
         store.close()
     return Outcome(out, finished, len(runs))
+
+
+def _open(context: _Context, task: Task) -> tuple[Store, list[Run], list[Cell]]:
+    """The store, its runs, and the cells that are still to be run."""
+    _check(context.spec, task, context.device)
+    shapes = {"name": task.name, "train": [list(t.shape) for t in task.train], "test": [list(t.shape) for t in task.test]}
+    store = Store.create(context.out / FILE, context.spec, (task.metric.name, task.metric.higher_is_better), shapes)
+    runs = store.runs()
+    return store, runs, [Cell(r.method, r.replicas, r.seed) for r in runs if r.status not in FINISHED]
+
+
+def _together(context: _Context, task: Task, exchange: Exchange, quiet: bool) -> Outcome:
+    """Every cell in all processes at once. Rank 0 has the store and the display, and tells the others what comes next."""
+    p = exchange.size
+    for n in context.spec.replicas:
+        rows_of(0, n, p)  # says so if it does not divide
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_one_thread())
+        stop = stack.enter_context(_interruptible())
+        store: Store | None = None
+        runs: list[Run] = []
+        pending: list[Cell] = []
+        failed: str | None = None
+        if exchange.rank == 0:
+            try:
+                stack.enter_context(_locked(context.out))
+                store, runs, pending = _open(context, task)
+            except GossamerError as error:
+                failed = str(error)
+        failed, total, names = exchange.share([failed, len(runs), [[c.method, c.replicas, c.seed] for c in pending]])
+        if failed:
+            raise GossamerError(failed)
+        display = stack.enter_context(Display(total, total - len(names), quiet or store is None))
+        finished = total - len(names)
+        for cell in (Cell(*name) for name in names):
+            page = _page(context, store, cell, task, exchange, display)
+            report = _throttled(lambda *message, cell=cell: display.step(cell, *message))
+            if run_cell(page, context.spec, cell, task, context.device, context.checkpoint_seconds, report, stop, exchange):
+                finished += 1
+                if store is not None:
+                    display.finished(cell, store.find(cell))
+            if exchange.share(stop()):
+                break
+        return Outcome(context.out, finished, total)
+
+
+def _page(context: _Context, store: Store | None, cell: Cell, task: Task, exchange: Exchange, display: Display) -> Book:
+    """The same run, checkpoint folder and backend for all processes."""
+    n, p = cell.replicas, exchange.size
+    mine = book(store, cell, p) if store is not None else None
+    run, path, backend = exchange.share([mine.run, str(mine.path), mine.backend] if mine is not None else None)
+    if backend is None:
+        trainer = trainer_for(context.spec, cell, task, context.device, exchange)
+        if trainer.replicas.backend is None:
+            display.note(f"n={n}: finding the fastest way to run {n // p} replicas in each of {p} processes")
+            rows = trainer.mixer.rows
+            trainer.replicas.gradients(task.loss, trainer.batches.batch(0, rows.start, len(rows)), 0)
+        backend = exchange.share(str(trainer.replicas.backend))
+        if store is not None:
+            store.set_meta(backend_key(n, p), backend)
+    return Book(store, run, Path(path), backend)
 
 
 def _check(spec: Spec, task: Task, device: str) -> None:
@@ -119,14 +179,14 @@ class _Context:
 def _choose_backends(store: Store, spec: Spec, task: Task, pending: list[Cell], device: str, display: Display) -> None:
     """The backend is timed once per number of replicas and then kept, so that a resumed run takes the same path."""
     for n in dict.fromkeys(cell.replicas for cell in pending):
-        if store.meta(f"backend:{n}") is not None:
+        if store.meta(backend_key(n, 1)) is not None:
             continue
         cell = next(cell for cell in pending if cell.replicas == n)
         trainer = trainer_for(spec, cell, task, device)
         if trainer.replicas.backend is None:
             display.note(f"n={n}: finding the fastest way to run {n} replicas")
             trainer.replicas.gradients(task.loss, trainer.batches.batch(0), 0)
-        store.set_meta(f"backend:{n}", str(trainer.replicas.backend))
+        store.set_meta(backend_key(n, 1), str(trainer.replicas.backend))
 
 
 def _inline(
@@ -134,7 +194,7 @@ def _inline(
 ) -> None:
     for cell in pending:
         report = _throttled(lambda *message, cell=cell: display.step(cell, *message))
-        if run_cell(store, context.spec, cell, task, context.device, context.checkpoint_seconds, report, stop):
+        if run_cell(book(store, cell), context.spec, cell, task, context.device, context.checkpoint_seconds, report, stop):
             display.finished(cell, store.find(cell))
         if stop():
             return
@@ -195,7 +255,9 @@ def _worker(context: _Context, parent: int, todo: Any, messages: Any, stopping: 
         while (cell := todo.get()) is not None and not stopping.is_set():
             here = cell
             report = _throttled(lambda *message, here=here: messages.put(("step", here, message)))
-            if run_cell(store, context.spec, cell, task, context.device, context.checkpoint_seconds, report, stopping.is_set):
+            if run_cell(
+                book(store, cell), context.spec, cell, task, context.device, context.checkpoint_seconds, report, stopping.is_set
+            ):
                 messages.put(("finished", cell, None))
         store.close()
     except GossamerError as error:
@@ -231,6 +293,10 @@ def _die_with(parent: int) -> None:
 def _locked(out: Path) -> Iterator[None]:
     """The lock goes with the process that holds it, however it ends."""
     path = out / "lock"
+    try:
+        (out / "checkpoints").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise GossamerError(f"{out} can't be made: {error.strerror}; choose another --out") from None
     try:
         file = open(path, "a+")  # noqa: SIM115  (held open as long as we run)
     except OSError as error:

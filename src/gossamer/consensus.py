@@ -1,0 +1,90 @@
+"""The mean over the workers of a module's parameters and floating-point buffers: for a while, or for good."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.exchange import Exchange
+from gossamer.flat import Flat
+from gossamer.mixer import Mixer
+
+
+@contextlib.contextmanager
+def averaged(flat: Flat, mixer: Mixer, model: nn.Module, batches: Iterable[Any] | None) -> Iterator[None]:
+    """Parameters and buffers show their mean. Their own memory is not touched, so rows may be on their way meanwhile.
+
+    ``batches``: inputs with which BatchNorm's statistics are estimated anew, on ``model``.
+    """
+    with torch.no_grad():
+        rows = [mixer.mean(block.x[0], "consensus()").clone() for block in flat.blocks]
+        places = [(m._buffers, key) for m in flat.module.modules() for key, b in m._buffers.items() if b is not None]
+        own = [owner[key] for owner, key in places]
+        means = mean_buffers([b for b in own if b is not None], mixer)
+    flat.point_at(rows)
+    for (owner, key), mean in zip(places, means, strict=True):
+        owner[key] = mean
+    try:
+        if batches is not None:
+            torch.optim.swa_utils.update_bn(batches, model, device=flat.blocks[0].x.device)
+            for b, mean in zip(means, mean_buffers(means, mixer), strict=True):
+                b.copy_(mean)
+        yield
+    finally:
+        flat.point_at(None)
+        for (owner, key), before in zip(places, own, strict=True):
+            owner[key] = before
+
+
+@torch.no_grad()
+def average_(flat: Flat, mixer: Mixer) -> None:
+    for block in flat.blocks:
+        block.x[0].copy_(mixer.mean(block.x[0], "average_()"))
+    buffers = list(flat.module.buffers())
+    for b, mean in zip(buffers, mean_buffers(buffers, mixer, "average_()"), strict=True):
+        _write(b, mean)
+
+
+@torch.no_grad()
+def broadcast(flat: Flat, exchange: Exchange) -> None:
+    """Everyone gets rank 0's parameters, frozen ones included, and buffers of any dtype."""
+    for block in flat.blocks:
+        exchange.broadcast_(block.x[0].view(torch.uint8), "the start")
+    for t in flat.rest():
+        sent = t.contiguous().flatten()
+        exchange.broadcast_(sent.view(torch.uint8), "the start")
+        _write(t, sent.reshape(t.shape))
+
+
+def hand_over(flat: Flat, exchange: Exchange, source: int, to: list[int]) -> None:
+    """Those in ``to`` get the parameters and buffers of ``source``. All take part, so that all count alike."""
+    for t in [block.x[0] for block in flat.blocks] + flat.rest():
+        tag = exchange.collective_tag()
+        sent = t.contiguous().flatten()
+        row = sent.view(torch.uint8)
+        if exchange.rank == source:
+            exchange.edges([(q, row) for q in to], [], tag, "uneven()").wait()
+        elif exchange.rank in to:
+            exchange.edges([], [(source, row)], tag, "uneven()").wait()
+            _write(t, sent.reshape(t.shape))
+
+
+def mean_buffers(buffers: list[Tensor], mixer: Mixer, what: str = "consensus()") -> list[Tensor]:
+    """The floating-point ones averaged, the others copied."""
+    made = [b.detach().clone() for b in buffers]
+    for dtype in dict.fromkeys(b.dtype for b in made if b.is_floating_point()):
+        some = [b for b in made if b.dtype == dtype]
+        mean = mixer.mean(torch.cat([b.flatten() for b in some]), what)
+        for b, part in zip(some, mean.split([b.numel() for b in some]), strict=True):
+            b.copy_(part.reshape(b.shape))
+    return made
+
+
+def _write(t: Tensor, values: Tensor) -> None:
+    """A buffer may have been made with ``expand()``: then several of its elements are one in memory."""
+    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in t.stride())
+    t.detach()[once].copy_(values[once])

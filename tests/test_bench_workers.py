@@ -1,0 +1,107 @@
+"""DBench with each run's replicas spread over several processes, as under torchrun."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests import workers
+
+SPEC = """
+name = "spread"
+replicas = [6]
+methods = ["centralized", "ring", "one-peer-exponential"]
+seeds = [0]
+backend = "loop"
+[task]
+name = "digits/mlp"
+epochs = 4
+batch = 8
+[optimizer]
+name = "sgd"
+lr = 0.1
+options = { momentum = 0.9 }
+[profile]
+every = 10
+"""
+
+
+def results(out):
+    made = subprocess.run(
+        [sys.executable, "-m", "gossamer", "results", str(out), "--json"], capture_output=True, text=True, check=True
+    )
+    rows = json.loads(made.stdout)
+    for row in rows:
+        for key in [k for k in row if "seconds" in k]:
+            del row[key]
+    return rows
+
+
+def near(a, b):
+    if isinstance(a, float) and isinstance(b, float):
+        return a == pytest.approx(b, rel=1e-4, abs=1e-6)
+    return a == b
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory):
+    path = tmp_path_factory.mktemp("spec") / "spread.toml"
+    path.write_text(SPEC)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(spec, tmp_path_factory):
+    out = tmp_path_factory.mktemp("alone") / "out"
+    command = [sys.executable, "-m", "gossamer", "bench", str(spec), "--out", str(out), "--jobs", "1", "--quiet"]
+    subprocess.run(command, check=True, capture_output=True)
+    return results(out)
+
+
+def bench(spec, out):
+    return ["-m", "gossamer", "bench", spec, "--out", out, "--checkpoint-seconds", "0.2"]
+
+
+def test_three_processes_give_the_result_of_one(spec, alone, tmp_path):
+    workers.run_ok(3, bench(spec, tmp_path / "out"))
+    spread = results(tmp_path / "out")
+    assert [row["method"] for row in spread] == ["centralized", "ring", "one-peer-exponential"]
+    for one, many in zip(alone, spread, strict=True):
+        for key in one:
+            assert near(one[key], many[key]), (one["method"], key, one[key], many[key])
+    assert (tmp_path / "out" / "report.html").exists()
+    assert not list((tmp_path / "out" / "checkpoints").iterdir())
+
+
+def test_killed_as_a_whole_it_goes_on_and_ends_the_same(spec, alone, tmp_path):
+    out = tmp_path / "out"
+    hit = 0
+    for _ in range(2):
+        processes = workers.start(2, bench(spec, out))
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not list(out.glob("checkpoints/*/*")):
+            time.sleep(0.02)
+        time.sleep(0.3)
+        hit += any(process.poll() is None for process in processes)
+        for process in processes:
+            process.kill()
+        workers.finish(processes)
+    assert hit  # at least once it was still running
+    workers.run_ok(2, bench(spec, out))
+    for one, many in zip(alone, results(out), strict=True):
+        assert all(near(one[key], many[key]) for key in one), (one, many)
+
+
+def test_a_number_of_replicas_that_does_not_divide_is_said_in_one_line(spec, tmp_path):
+    for worker in workers.run(4, bench(spec, tmp_path / "out")):
+        assert worker.code == 2
+        assert "gossamer: 6 replicas do not split evenly over 4 processes" in worker.err
+        assert "Traceback" not in worker.err
+
+
+def test_an_output_folder_that_cannot_be_made_is_said_on_every_rank(spec):
+    for worker in workers.run(2, bench(spec, "/proc/nowhere")):
+        assert worker.code == 2
+        assert "can't be made" in worker.err
