@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,12 @@ def remove(path: Path) -> None:
 def flatten(prefix: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     """A nest of dicts, lists and tensors as JSON; the tensors go to ``tensors`` and leave their keys behind."""
     if isinstance(value, Tensor):
+        while prefix in tensors:  # {"a.b": …, "a": {"b": …}}
+            prefix += "'"
         tensors[prefix] = value
         return {"__tensor__": prefix}
+    if isinstance(value, Counter):  # MultiStepLR keeps its milestones in one
+        return {"__counter__": [[key, item] for key, item in value.items()]}
     if isinstance(value, dict):
         return {"__dict__": [[key, flatten(f"{prefix}.{key}", item, tensors)] for key, item in value.items()]}
     if isinstance(value, tuple):
@@ -99,6 +104,8 @@ def unflatten(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, dict):
         if "__tensor__" in value:
             return tensors[value["__tensor__"]]
+        if "__counter__" in value:
+            return Counter(dict(value["__counter__"]))
         if "__tuple__" in value:
             return tuple(unflatten(item, tensors) for item in value["__tuple__"])
         return {key: unflatten(item, tensors) for key, item in value["__dict__"]}

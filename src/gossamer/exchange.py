@@ -13,45 +13,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import queue
-import re
 import sys
-import threading
-import time
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gossamer.errors import GossamerError
+from gossamer.flights import Flight, Stage, Traffic, Waiter, Works
 from gossamer.links import Link, Message, Tag
-
-_LOOK = 2.0  # seconds of waiting after which we say so, and look what the other one is doing
-_WARN = 30.0  # seconds of waiting after which the user is told
-
-Works = list[tuple[int, Any]]
-Stage = Callable[[], Works]
-
-
-@dataclass
-class Traffic:
-    """Counted since the start: bytes, and seconds. ``exposed``: the process stood still for it; ``transfer``: from the start
-    of each flight to its last byte."""
-
-    sent: int = 0
-    received: int = 0
-    exposed: float = 0.0
-    transfer: float = 0.0
-    flights: int = 0
-
-    @property
-    def hidden(self) -> float:
-        """The share of the transfer time during which the process computed."""
-        return 1 - self.exposed / self.transfer if self.transfer else 1.0
 
 
 class Between(NamedTuple):
@@ -60,92 +31,6 @@ class Between(NamedTuple):
     prepare: Callable[[Tensor], object]
     outgoing: list[tuple[int, Tensor]]
     incoming: list[tuple[int, Tensor]]
-
-
-class Flight:
-    """Rows on their way. ``wait()`` before what was sent is changed, and before what was received is read."""
-
-    def __init__(self, exchange: Exchange, what: str, tag: Tag) -> None:
-        self.exchange, self.what, self.tag = exchange, what, tag
-        self.done = threading.Event()
-        self.error: BaseException | None = None
-        self.peer = -1  # whom we are waiting for
-        self.work: Any = None  # and for what
-        self.began = time.perf_counter()
-        self.ended = 0.0
-        self.event: Any = None  # on a GPU: what the stream waits for
-        self.stages: list[Stage] = []
-        self.kept: list[Message] = []  # tensors that must live until all is done
-        self.submitted = False
-        self.counted = False
-
-    def run(self) -> None:
-        """In the communication thread."""
-        try:
-            for stage in self.stages:
-                for peer, work in reversed(stage()):  # the last one first: the others are there by then, one wake-up for all
-                    self.peer, self.work = peer, work
-                    work.wait()
-        except Exception as error:
-            self.peer = getattr(error, "peer", self.peer)
-            self.error = error
-        self.work = None
-        self.ended = time.perf_counter()
-        self.done.set()
-
-    def wait(self) -> None:
-        began = time.perf_counter()
-        if not self.submitted:
-            self.exchange.submit(self)
-        if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
-        elif not self.done.is_set():
-            self._wait(began)
-        if self.error is not None:
-            raise self.failure(str(self.error).strip().splitlines()[0]) from None
-        if not self.counted:
-            self.counted = True
-            traffic = self.exchange.traffic
-            traffic.exposed += time.perf_counter() - began
-            traffic.transfer += self.ended - self.began
-            traffic.flights += 1
-
-    def _wait(self, began: float) -> None:
-        link, said, warned = self.exchange.link, False, False
-        while not self.done.wait(_LOOK if not said else 1.0):
-            waited = time.perf_counter() - began
-            if self.peer < 0 and (ahead := self.exchange._current) is not None:
-                self.peer = ahead.peer  # not begun: it waits for what was started before it, and so for that one's peer
-            link.say({"in": self.what, "number": self.tag.number, "for": self.peer})
-            said = True
-            other = link.heard(self.peer)
-            if other.get("for") == link.rank and other.get("in") != self.what:
-                raise self.failure(
-                    f"they wait for each other: rank {self.peer} is {_where(other)}. "
-                    "Everything that all workers take part in (step, consensus, mean) must be called by all, in the same order"
-                )
-            doing = f"it is {_where(other)} and waits for rank {other['for']}" if other else "nothing is known of it"
-            if waited >= link.timeout:
-                raise self.failure(f"nothing came within {link.timeout:g} s; {doing}")
-            if waited >= _WARN and not warned:
-                warned = True
-                warnings.warn(
-                    f"rank {link.rank} has waited {waited:.0f} s for rank {self.peer} {self._where()}; {doing}", stacklevel=3
-                )
-        if said:
-            link.say({})
-
-    def failure(self, reason: str) -> GossamerError:
-        self.exchange.failed = True
-        reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", reason)  # gloo's source line and its advice
-        return GossamerError(f"rank {self.exchange.link.rank} lost rank {self.peer} {self._where()}: {reason}")
-
-    def _where(self) -> str:
-        return _where({"in": self.what, "number": self.tag.number})
-
-
-def _where(status: dict[str, Any]) -> str:
-    return f"at step {status['number']}" if status["in"] == "step" else f"in {status['in']} (collective {status['number']})"
 
 
 class Exchange:
@@ -157,9 +42,8 @@ class Exchange:
         self.traffic = Traffic()
         self.collectives = 0
         self._parts: dict[bool, tuple[Tag, dict[tuple[int, bool], int]]] = {}
-        self._jobs: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._current: Flight | None = None
+        # Two, so that steps and collectives do not wait for each other: workers may call mean() at different points of a step.
+        self._waiters = {False: Waiter("steps"), True: Waiter("collectives")}
         self._departures: list[Flight] = []  # sent from a copy; perhaps not yet taken
         self.failed = False  # somebody was lost
         self._stream: Any = torch.cuda.Stream() if link.streams else None
@@ -314,7 +198,7 @@ class Exchange:
         more: Sequence[Message] = (),
         later: bool = False,
     ) -> Flight:
-        """Post the messages at once; waiting, and what comes ``then``, is left to the communication thread. ``later``: it only
+        """Post the messages at once; waiting, and what comes ``then``, is left to a thread (see ``flights.py``). ``later``: it only
         starts to wait when someone waits for it."""
         flight.kept = [*outgoing, *incoming, *more]
         self._count(outgoing, incoming)
@@ -351,43 +235,23 @@ class Exchange:
 
     def submit(self, flight: Flight) -> None:
         flight.submitted = True
-        if self._thread is None:
-            # A daemon: a process must be able to end while it still waits for one that hangs.
-            self._thread = threading.Thread(target=self._communicate, name="gossamer-exchange", daemon=True)
-            self._thread.start()
-            _open.add(self)
-        self._jobs.put(flight)
-
-    def _communicate(self) -> None:
-        while (flight := self._jobs.get()) is not None:
-            self._current = flight
-            flight.run()
-            self._current = None
-            del flight  # and with it the tensors that it kept
+        flight.waiter = self._waiters[flight.tag.collective]
+        flight.waiter.take(flight)
+        _open.add(self)
 
     # --- The end of the process -------------------------------------------------------------------------------------------
 
     def close(self, orderly: bool) -> None:
         """``orderly``: what was sent from a copy is taken by its receivers first; they may be a step behind us.
 
-        Then the communication thread ends. It must not be left in gloo's wait: woken there while the interpreter goes down, it
+        Then the threads that wait end. They must not be left in gloo's wait: woken there while the interpreter goes down, they
         can't get back into Python, and the whole process aborts.
         """
         for flight in self._departures if orderly and not self.failed else ():
             with contextlib.suppress(GossamerError):  # whoever is gone does not need it
                 flight.wait()
-        if self._thread is None:
-            return
-        self._jobs.put(None)
-        deadline = time.monotonic() + 5
-        while self._thread.is_alive() and time.monotonic() < deadline:
-            current = self._current
-            work = current.work if current else None
-            if work is not None:
-                with contextlib.suppress(RuntimeError):
-                    work.wait(timedelta(milliseconds=1))  # expires, which closes all pairs and so wakes the thread
-            self._thread.join(0.01)
-        self._thread = None
+        for waiter in self._waiters.values():
+            waiter.end()
 
 
 _open: set[Exchange] = set()  # kept until the process ends: others may still be taking what these have sent

@@ -16,7 +16,8 @@ from torch import Tensor
 from gossamer import mixing
 from gossamer.blocks import Block
 from gossamer.errors import GossamerError
-from gossamer.exchange import Between, Exchange, Flight
+from gossamer.exchange import Between, Exchange
+from gossamer.flights import Flight
 from gossamer.links import Tag
 from gossamer.plans import Plan, plan, rows_of
 from gossamer.rounds import Hosts, Mean, Round

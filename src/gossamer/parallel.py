@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from gossamer import consensus, profile, shards
 from gossamer.blocks import Block
 from gossamer.errors import GossamerError
-from gossamer.exchange import Exchange, Traffic
+from gossamer.exchange import Exchange
 from gossamer.flat import Flat, refuse_unfit
+from gossamer.flights import Traffic
 from gossamer.gradients import Gradients
 from gossamer.graphs import Graph
 from gossamer.links import open_link
