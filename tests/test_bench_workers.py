@@ -12,12 +12,12 @@ from tests import workers
 SPEC = """
 name = "spread"
 replicas = [6]
-methods = ["centralized", "ring", "one-peer-exponential"]
+methods = ["centralized", "ring"]
 seeds = [0]
 backend = "loop"
 [task]
 name = "digits/mlp"
-epochs = 4
+epochs = 3
 batch = 8
 [optimizer]
 name = "sgd"
@@ -67,7 +67,7 @@ def bench(spec, out):
 def test_three_processes_give_the_result_of_one(spec, alone, tmp_path):
     workers.run_ok(3, bench(spec, tmp_path / "out"))
     spread = results(tmp_path / "out")
-    assert [row["method"] for row in spread] == ["centralized", "ring", "one-peer-exponential"]
+    assert [row["method"] for row in spread] == ["centralized", "ring"]
     for one, many in zip(alone, spread, strict=True):
         for key in one:
             assert near(one[key], many[key]), (one["method"], key, one[key], many[key])
@@ -77,18 +77,15 @@ def test_three_processes_give_the_result_of_one(spec, alone, tmp_path):
 
 def test_killed_as_a_whole_it_goes_on_and_ends_the_same(spec, alone, tmp_path):
     out = tmp_path / "out"
-    hit = 0
-    for _ in range(2):
-        processes = workers.start(2, bench(spec, out))
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and not list(out.glob("checkpoints/*/*")):
-            time.sleep(0.02)
-        time.sleep(0.3)
-        hit += any(process.poll() is None for process in processes)
-        for process in processes:
-            process.kill()
-        workers.finish(processes)
-    assert hit  # at least once it was still running
+    processes = workers.start(2, bench(spec, out))
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not list(out.glob("checkpoints/*/*")):
+        time.sleep(0.01)
+    assert all(process.poll() is None for process in processes)
+    for process in processes:
+        process.kill()
+    workers.finish(processes)
+    assert any(run["status"] != "done" for run in results(out))
     workers.run_ok(2, bench(spec, out))
     for one, many in zip(alone, results(out), strict=True):
         assert all(near(one[key], many[key]) for key in one), (one, many)

@@ -104,11 +104,11 @@ def main():
     those_who_stay_keep_their_mean()
     what_all_must_take_part_in_is_refused()
     twice()
-    numbers_of_steps("one-peer-exponential", [5, 40, 12, 60, 60])
+    numbers_of_steps("one-peer-exponential", [5, 40, 12, 45, 45])
     numbers_of_steps("one-peer-exponential", [30, 3, 3, 3, 3], wire="bfloat16")
     numbers_of_steps("exponential", [0, 10, 30, 30, 31], send_copy=True)
-    numbers_of_steps("ring", [50, 7, 50, 7, 50], order="atc", local_steps=2)
-    numbers_of_steps("all-reduce", [5, 40, 12, 30, 30])
+    numbers_of_steps("ring", [36, 7, 36, 7, 36], order="atc", local_steps=2)
+    numbers_of_steps("all-reduce", [5, 30, 5, 30, 30])
     print("all done")
 
 

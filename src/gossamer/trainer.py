@@ -145,13 +145,13 @@ class Trainer:
         until: int | None = None,
         save: Path | str | None = None,
         save_every: int | None = None,
-        stop: Callable[[], bool] = lambda: False,
+        stop: Callable[[], bool] | None = None,
     ) -> list[EpochRecord]:
         """Train up to step ``until`` (default: the end), or until ``stop()`` after some step. With ``save``, a checkpoint
         there after each epoch (or every ``save_every`` steps)."""
         end = self.steps if until is None else min(until, self.steps)
         per_epoch = self.batches.steps_per_epoch
-        while self.step < end and not self.agreed(stop()):
+        while self.step < end and not (stop is not None and self.agreed(stop())):
             began = time.perf_counter()
             self._train_one_step()
             self.seconds += time.perf_counter() - began
