@@ -10,7 +10,7 @@ demo: $(READY)  ## DBench's quickstart on embedded data; ends with the path of a
 	$(BIN)/gossamer bench quickstart --out runs/quickstart
 
 test: $(READY)  ## everything that is checked automatically
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .

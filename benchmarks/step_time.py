@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gossamer
+from benchmarks import chart
 from benchmarks.timing import console, verdict
 
 _WARM = 2  # steps of each turn that are not timed
@@ -72,7 +73,7 @@ SETTINGS = (
     Setting("1gbit-4-batch-32", 4, 4, "1gbit", 32, _BF16),
     Setting("1gbit-2", 2, 2, "1gbit", 128, _BF16),
     Setting("1gbit-8", 8, 8, "1gbit", 128, _BF16),
-    Setting("1gbit-2x2", 2, 4, "1gbit", 128, (*_BF16, "alternating-exponential-ring")),
+    Setting("1gbit-2x2", 2, 4, "1gbit", 128, (*_BF16, "hierarchical", "alternating-exponential-ring")),
     Setting("200mbit-4", 4, 4, "200mbit", 128, _BF16),
     Setting("200mbit-4-batch-32", 4, 4, "200mbit", 32, _BF16),
     Setting("loopback-4-slow", 0, 4, None, 128, _UNEVEN, slow=1.5),
@@ -309,6 +310,7 @@ def main() -> None:
     console.print()
     met = bars(results)
     args.out.write_text(json.dumps(results, indent=1))
+    args.out.with_suffix(".svg").write_text(chart.step_time(results))
     sys.exit(not met)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import scipy.stats
+import scipy
 import torch
 
 from gossamer import graphs

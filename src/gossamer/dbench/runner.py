@@ -209,10 +209,11 @@ def _side_by_side(context: _Context, pending: list[Cell], jobs: int, display: Di
     for cell in [*pending, *[None] * jobs]:
         todo.put(cell)
     workers = [spawn.Process(target=_worker, args=(context, os.getpid(), todo, messages, stopping)) for _ in range(jobs)]
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for this process alone to handle
+    # Ctrl-C is for this process alone to handle. Workers start with it blocked, and one that comes meanwhile waits for us.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     for worker in workers:
         worker.start()
-    signal.signal(signal.SIGINT, before)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     store = Store(context.out / FILE)
     failure: str | None = None
     try:
