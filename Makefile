@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench bench-workers clean
 
 demo: $(READY)  ## DBench's quickstart on embedded data; ends with the path of a report to open in a browser
 	$(BIN)/gossamer bench quickstart --out runs/quickstart
@@ -21,6 +21,12 @@ bench: $(READY)  ## the benchmarks, with the bars that they must meet
 	$(BIN)/python -m benchmarks.mixing
 	$(BIN)/python -m benchmarks.replicas
 	$(BIN)/python -m benchmarks.dbench
+
+bench-workers: $(READY)  ## real workers against torch DDP and decent-dp, also in the lab: root, half an hour, nothing else running
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/python -m benchmarks.step_time
+	$(BIN)/python -m benchmarks.time_to_loss
+	$(BIN)/python -m benchmarks.wire
 
 # torch first and by exact version: a range would fetch the newest build, with gigabytes of GPU libraries.
 $(READY): pyproject.toml constraints.txt
