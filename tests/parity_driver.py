@@ -24,7 +24,7 @@ KINDS = (
     "alternating-exponential-ring:per_node=2",
     "hierarchical:per_node=2",
 )
-MORE = ("lattice:k=4", "exponential", "star", "one-peer-ring", "base:k=2", "equi-dynamic:seed=1", "ada")
+MORE = ("lattice:k=4", "exponential", "base:k=2", "ada")
 
 
 def cases():
@@ -35,7 +35,7 @@ def cases():
     exact = Task("exact", lambda: mlp().double(), (toy.train[0].double(), toy.train[1]), (toy.test[0].double(), toy.test[1]))
     for kind in ("double", "float"):
         which = exact if kind == "double" else toy
-        for graph in KINDS:
+        for graph in KINDS if kind == "double" else KINDS[:4]:
             for order in ("dsgd-awc", "dsgd-atc") if kind == "double" else ("dsgd-awc",):
                 yield f"{kind} {order} {graph}", which, replace(base, algorithm=order), graph
         yield f"{kind} allreduce", which, replace(base, algorithm="allreduce"), "complete"
