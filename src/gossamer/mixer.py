@@ -149,12 +149,6 @@ class Mixer:
         sends = [(parcel.peer * hosts.per_node + place, mean) for parcel in plan_.sends]
         return apply, Between(lambda x: torch.mean(x, dim=0, keepdim=True, out=mean), sends, peers)
 
-    def settle(self) -> None:
-        """Wait until everything that was started has arrived. ``finish`` is still to come."""
-        for state in self._mixing.values():
-            if state.flight is not None:
-                state.flight.wait()
-
     def finish(self, block: Block) -> None:
         """The mixed rows are there and become ``block.x``, which is another buffer than before."""
         state = self._mixing.pop(id(block), None)

@@ -79,10 +79,7 @@ def _windows(round_: Window, rows: Rows, wanted: range, outs: Sequence[Tensor], 
     restart = max(_RESTART, 4 * width)
     for k, i in enumerate(wanted):
         if width <= _NARROW:
-            torch.add(rows[(i - h) % n], rows[(i - h + 1) % n], out=outs[k])
-            for j in range(i - h + 2, i + h + 1):
-                outs[k].add_(rows[j % n])
-            outs[k].div_(width)
+            _window_sum(round_, rows, i, outs[k])
         elif k % restart == 0:
             first(i, outs[k])
         else:
