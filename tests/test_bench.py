@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -281,21 +282,32 @@ def test_workers_end_when_the_bench_is_killed(spec_file, tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small disk of one's own needs root")
 def test_a_full_disk_is_named_and_finished_runs_are_kept(spec_file, uninterrupted, tmp_path):
-    """A real one: a file system of 700 KB, which some runs fill. With more space, the same command finishes."""
-    disk = tmp_path / "disk"
+    """A real one: a small file system, which a big file fills once a run is finished. With space again, the same command finishes."""
+    disk, out = tmp_path / "disk", tmp_path / "disk" / "out"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", disk], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", disk], capture_output=True).returncode:
         pytest.skip("file systems can't be mounted here")
     try:
-        full = gossamer("bench", spec_file, "--out", disk / "out", "--jobs", 1, "--checkpoint-seconds", 0.1)
-        assert full.returncode == 2
-        assert "can't be written" in full.stderr
-        assert "Traceback" not in full.stderr
-        subprocess.run(["mount", "-o", "remount,size=50m", disk], check=True)
-        again = gossamer("bench", spec_file, "--out", disk / "out")
+        command = [sys.executable, "-m", "gossamer", "bench", str(spec_file), "--out", str(out), "--jobs", "1"]
+        process = subprocess.Popen(
+            [*command, "--checkpoint-seconds", "0.1"], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        process.stderr.readline()  # from here on the store is there
+        while not any(run.status == "done" for run in Store(out / FILE).runs()):
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.01)
+        with suppress(OSError), (disk / "ballast").open("wb", buffering=0) as ballast:
+            while ballast.write(bytes(4096)):
+                pass
+        _, errors = process.communicate(timeout=100)
+        assert process.returncode == 2, errors
+        assert "can't be written" in errors
+        assert "Traceback" not in errors
+        (disk / "ballast").unlink()
+        again = gossamer("bench", spec_file, "--out", out)
         assert again.returncode == 0, again.stderr
         assert int(re.search(r"(\d+) of 18 runs are already there", again.stderr).group(1)) >= 1
-        assert comparable(disk / "out") == comparable(uninterrupted)
+        assert comparable(out) == comparable(uninterrupted)
     finally:
         subprocess.run(["umount", disk], check=True)
 
