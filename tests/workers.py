@@ -31,7 +31,7 @@ def start(
         "WORLD_SIZE": str(p),
         "LOCAL_WORLD_SIZE": str(p),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
     }
     return [
         subprocess.Popen(
