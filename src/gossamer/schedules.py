@@ -150,6 +150,17 @@ def schedule(what: str | Graph | Schedule, n: int) -> Schedule:
     return made
 
 
+_ANY_N = "one-peer-exponential"  # where the graph does not exist for the number of workers that is left
+
+
+def rebuilt(planned: Schedule, n: int) -> tuple[Schedule, str]:
+    """The same for another number of workers, or the nearest that there is; and what to say about it."""
+    try:
+        return schedule(planned.describe(), n), ""
+    except GossamerError as error:
+        return schedule(_ANY_N, n), f"; {error}"
+
+
 _ADA_OPTIONS = {"k0": int, "gamma": float, "reach": float, "k_min": int}
 
 
