@@ -68,6 +68,22 @@ def load(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tens
         raise Unreadable(f"{path} is damaged or not a checkpoint: {error}") from None
 
 
+def dumps(tensors: dict[str, Tensor], header: dict[str, Any]) -> bytes:
+    """The same as bytes, to be sent."""
+    return safetensors.torch.save(_apart(tensors), {"format": _FORMAT, "header": json.dumps(header)})
+
+
+def loads(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
+        length = int.from_bytes(data[:8], "little")
+        metadata = json.loads(data[8 : 8 + length]).get("__metadata__", {})
+        if metadata.get("format") != _FORMAT:
+            raise Unreadable(f"what was sent is not a state that this Gossamer reads ({_FORMAT})")
+        return safetensors.torch.load(data), json.loads(metadata["header"])
+    except (safetensors.SafetensorError, json.JSONDecodeError, KeyError) as error:
+        raise Unreadable(f"the state that was sent is damaged: {error}") from None
+
+
 def remove(path: Path) -> None:
     """A checkpoint, or a folder of them."""
     if path.is_dir():

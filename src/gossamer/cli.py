@@ -172,6 +172,37 @@ def tasks_command() -> None:
     typer.echo("\n".join(tasks.names()))
 
 
+@app.command("launch", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def launch_command(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or -m MODULE, or any program.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]…", help="Its own arguments.", show_default=False)
+    ] = None,
+    workers: Annotated[int, typer.Option("-n", help="Workers on this host.")] = 2,
+    restart: Annotated[int, typer.Option(help="Start each worker that dies again, up to this many times.")] = 0,
+    evict_after: Annotated[float, typer.Option(help="Seconds without a heartbeat after which a worker is given up.")] = 10.0,
+    address: Annotated[
+        str,
+        typer.Option(help="HOST:PORT where the store listens. Several hosts: an address of the first one, the same for all."),
+    ] = "127.0.0.1:0",
+    nodes: Annotated[int, typer.Option(help="Hosts. The command is given on each of them, with the same -n.")] = 1,
+    node: Annotated[int, typer.Option(help="Which of them this is, from 0.")] = 0,
+    join: Annotated[bool, typer.Option("--join", help="These are new workers of a job that runs at --address.")] = False,
+) -> None:
+    """Start workers on this host and keep the survivors.
+
+    As torchrun does, each process gets RANK, WORLD_SIZE, MASTER_ADDR …, so a script runs unchanged. A worker that dies or hangs is left
+    out, and the others go on; with --restart it comes back and takes over the state of one of them.
+
+    Example: gossamer launch -n 4 --restart 3 train.py --epochs 10
+    """
+    from gossamer.launch import Job, Launcher, command_for
+
+    command = command_for(script, arguments or [])
+    outcome = Launcher(Job(command, workers, restart, evict_after, address, nodes, node, join)).run()
+    raise typer.Exit(outcome.exit_code)
+
+
 lab_app = typer.Typer(help="Several hosts with limited links, on this one Linux machine.", no_args_is_help=True)
 app.add_typer(lab_app, name="lab")
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import GossamerError
-from gossamer.flights import Flight, Stage, Traffic, Waiter, Works
+from gossamer.flights import Flight, Guard, Stage, Traffic, Waiter, Works, first_line
 from gossamer.links import Link, Message, Tag
 
 
@@ -46,6 +46,8 @@ class Exchange:
         self._waiters = {False: Waiter("steps"), True: Waiter("collectives")}
         self._departures: list[Flight] = []  # sent from a copy; perhaps not yet taken
         self.failed = False  # somebody was lost
+        self.guard: Guard | None = None  # with one, losing somebody is no error; see flights.py
+        self.limbo: list[Flight] = []  # given up; gloo may still write to their tensors
         self._stream: Any = torch.cuda.Stream() if link.streams else None
 
     @property
@@ -102,6 +104,8 @@ class Exchange:
         me = members.index(self.rank)
         owned = [columns(width, len(members), k) for k in range(len(members))]
         mine = owned[me]
+        # With an exchange between others and others, everybody hangs on everybody.
+        flight = Flight(self, what, tag, frozenset(self.living[q] for q in (members if between is None else range(self.size))))
         x, y = scratch or tuple(rows.new_empty(2, len(members) * r, self.owned(width, members)))
         others = [(k, peer) for k, peer in enumerate(members) if k != me]
         place = {k: slice(k * r, (k + 1) * r) for k in range(len(members))}
@@ -117,7 +121,7 @@ class Exchange:
             if x.shape[1]:
                 apply(x, y)
                 out[:, mine].copy_(y[place[me]])
-            return self.link.post(out_2, in_2)
+            return self._post(flight, out_2, in_2)
 
         later: list[Stage] = [give_back]
         if between is not None:
@@ -128,10 +132,10 @@ class Exchange:
 
             def meet() -> Works:
                 prepare(x)
-                return self.link.post(out_b, in_b)
+                return self._post(flight, out_b, in_b)
 
             later.insert(0, meet)
-        return self._start(Flight(self, what, tag), out_1, in_1, later, kept)
+        return self._start(flight, out_1, in_1, later, kept)
 
     def owned(self, width: int, members: Sequence[int]) -> int:
         """How many of the columns are mine."""
@@ -142,12 +146,39 @@ class Exchange:
 
     def gather(self, row: Tensor, what: str = "gather") -> Tensor:
         """Everyone's flat tensor of the same size, ``[size, …]``. For small ones."""
-        everyone = row.new_empty(self.size, row.numel())
-        everyone[self.rank] = row
-        others = [q for q in range(self.size) if q != self.rank]
-        tag = self.collective_tag()
-        self.edges([(q, row) for q in others], [(q, everyone[q]) for q in others], tag, what).wait()
+        everyone = row.new_empty(0)
+
+        def start() -> Flight:
+            nonlocal everyone
+            everyone = row.new_empty(self.size, row.numel())
+            everyone[self.rank] = row
+            others = [q for q in range(self.size) if q != self.rank]
+            return self.edges([(q, row) for q in others], [(q, everyone[q]) for q in others], self.collective_tag(), what)
+
+        self.complete(start)
         return everyone
+
+    def complete(self, start: Callable[[], Flight]) -> None:
+        """A collective. With a guard, all who live have it in the end, or none: if somebody is lost, ``start`` is called again with
+        fewer ``living``."""
+        guard, everyone = self.guard, self.living
+        if guard is None or self.size == 1:
+            start().wait()
+            return
+        try:
+            while True:
+                flight = start()
+                flight.wait()
+                whole = not flight.lost.intersection(self.living)
+                again = guard.commit(flight.link, str(self.collectives), whole, self.living, flight.link.timeout)
+                if again is None:
+                    return
+                if flight.link.rank not in again:
+                    me = flight.link.names[flight.link.rank]
+                    raise GossamerError(f"rank {me} was away for too long in {flight.what}, and the others went on without it")
+                self.living = again
+        finally:
+            self.living = everyone
 
     def broadcast_(self, row: Tensor, what: str = "broadcast") -> None:
         """Everyone gets rank 0's values, along a binary tree."""
@@ -205,12 +236,20 @@ class Exchange:
         if self._stream is not None:
             self._on_stream(flight, outgoing, incoming, then)
             return flight
+        if self.guard is not None:
+            flight.lost |= self.guard.gone(flight.link)
+            doubtful = self.guard.doubtful(flight.link) & flight.essential if flight.essential else ()
+            if doubtful:  # in vain, and they know it as well
+                flight.lost |= doubtful
+                flight.submitted = True
+                flight.land()
+                return flight
         try:
-            works = self.link.post(outgoing, incoming)
+            works = self._post(flight, outgoing, incoming)
         except RuntimeError as error:
             flight.peer = getattr(error, "peer", flight.peer)
-            raise flight.failure(str(error).strip().splitlines()[0]) from None
-        flight.stages = [lambda: works, *then]
+            raise flight.failure(first_line(error)) from None
+        flight.stages.extend([lambda: works, *then])
         if not works and not then:
             flight.submitted = True
             flight.ended = flight.began
@@ -218,6 +257,15 @@ class Exchange:
         elif not later:
             self.submit(flight)
         return flight
+
+    def _post(self, flight: Flight, outgoing: list[Message], incoming: list[Message]) -> Works:
+        if self.guard is None:
+            return flight.link.post(outgoing, incoming)
+        before = set(flight.lost)
+        works = flight.link.post(outgoing, incoming, flight.lost)
+        for peer in flight.lost - before:
+            self.guard.lose(flight.link, peer, "the connection is closed")
+        return works
 
     def _count(self, outgoing: list[Message], incoming: list[Message]) -> None:
         self.traffic.sent += sum(m.tensor.nbytes for m in outgoing)
@@ -250,8 +298,18 @@ class Exchange:
         for flight in self._departures if orderly and not self.failed else ():
             with contextlib.suppress(GossamerError):  # whoever is gone does not need it
                 flight.wait()
+        for flight in self.limbo:
+            flight.link.close()
         for waiter in self._waiters.values():
             waiter.end()
+        if self.guard is not None:
+            self.guard.close("has finished" if orderly else "ended with an error")
+
+    def change(self, link: Link) -> None:
+        """Another group, of the next epoch. Nothing is on its way."""
+        self.link, self.living, self.collectives = link, tuple(range(link.size)), 0
+        self._departures = []
+        self.limbo = [flight for flight in self.limbo if not flight.link.closed]
 
 
 _open: set[Exchange] = set()  # kept until the process ends: others may still be taking what these have sent

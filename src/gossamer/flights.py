@@ -3,6 +3,8 @@
 gloo's own ``wait(timeout)`` closes all pairs of the process when it expires. So a thread does the waiting without a timeout, and the
 process that needs the rows waits for the thread, with a clock of its own: it can say who is late, see what the other one is doing,
 and give up.
+
+With a :class:`Guard` (see ``membership.py``) a peer that is lost ends nothing: the flight says in ``lost`` whose rows did not come whole.
 """
 
 from __future__ import annotations
@@ -13,24 +15,49 @@ import re
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from gossamer.errors import GossamerError
-from gossamer.links import Message, Tag
+from gossamer.links import Link, Message, Tag
 
 if TYPE_CHECKING:
     from gossamer.exchange import Exchange
 
 _LOOK = 2.0  # seconds of waiting after which we say so, and look what the other one is doing
 _WARN = 30.0  # seconds of waiting after which the user is told
+_GUARDED = 0.05  # seconds between two looks whether somebody was lost, while we wait
+_GRACE = 0.2  # seconds for what may still come when somebody was lost of those who all need each other
 
 Works = list[tuple[int, Any]]
 Stage = Callable[[], Works]
+
+
+class Guard(Protocol):
+    """Knows who is lost. Ranks are those of the link."""
+
+    def gone(self, link: Link) -> frozenset[int]:
+        """Nothing comes from these any more."""
+
+    def doubtful(self, link: Link) -> frozenset[int]:
+        """Those, and whoever has lost one of the others: it gives up what it can't do without them."""
+
+    def lose(self, link: Link, rank: int, why: str) -> None:
+        """The connection to one of them broke."""
+
+    def commit(self, link: Link, name: str, whole: bool, places: tuple[int, ...], timeout: float) -> tuple[int, ...] | None:
+        """After a collective: None if all have it, otherwise those who have to do it again."""
+
+    def close(self, why: str) -> None:
+        """We leave."""
+
+    def expired(self) -> bool:
+        """Whether we ourselves were away for so long that the others may have gone on without us."""
 
 
 @dataclass
@@ -51,33 +78,61 @@ class Traffic:
 
 
 class Flight:
-    """Rows on their way. ``wait()`` before what was sent is changed, and before what was received is read."""
+    """Rows on their way. ``wait()`` before what was sent is changed, and before what was received is read.
 
-    def __init__(self, exchange: Exchange, what: str, tag: Tag) -> None:
-        self.exchange, self.what, self.tag = exchange, what, tag
+    ``essential``: those without whom all of it is in vain (slices: all members).
+    """
+
+    def __init__(self, exchange: Exchange, what: str, tag: Tag, essential: frozenset[int] = frozenset()) -> None:
+        self.exchange, self.what, self.tag, self.essential = exchange, what, tag, essential
+        self.link = exchange.link
         self.waiter: Waiter | None = None
         self.done = threading.Event()
         self.error: BaseException | None = None
+        self.lost: set[int] = set()  # with a guard: whose rows did not come, or not whole
+        self.dirty = False  # given up: what was received may still be written to
         self.peer = -1  # whom we are waiting for
         self.work: Any = None  # and for what
         self.began = time.perf_counter()
         self.ended = 0.0
         self.event: Any = None  # on a GPU: what the stream waits for
-        self.stages: list[Stage] = []
+        self.stages: deque[Stage] = deque()
+        self.works: deque[tuple[int, Any]] = deque()  # of the stage that is under way
+        self.skipped: Works = []  # of those who are lost: kept, because gloo may still write to their tensors
         self.kept: list[Message] = []  # tensors that must live until all is done
         self.submitted = False
         self.counted = False
 
-    def run(self) -> None:
-        """In the communication thread."""
+    def run(self, mine: Callable[[], bool]) -> None:
+        """In the communication thread, as long as it is the one: see :meth:`Waiter.replace`."""
+        guard = self.exchange.guard
         try:
-            for stage in self.stages:
-                for peer, work in reversed(stage()):  # the last one first: the others are there by then, one wake-up for all
-                    self.peer, self.work = peer, work
-                    work.wait()
+            while mine() and not self.done.is_set() and (self.works or self.stages):
+                if not self.works:
+                    if self.lost and self.essential:
+                        break
+                    self.works.extend(self.stages.popleft()())
+                    continue
+                peer, work = self.works.pop()  # the last one first: the others are there by then, one wake-up for all
+                if peer in self.lost:
+                    self.skipped.append((peer, work))
+                    continue
+                self.peer, self.work = peer, work
+                try:
+                    self.link.wait(work)
+                except RuntimeError as error:
+                    if guard is None:
+                        raise
+                    if mine():
+                        self.lost.add(peer)
+                        guard.lose(self.link, peer, first_line(error))
         except Exception as error:
             self.peer = getattr(error, "peer", self.peer)
             self.error = error
+        if mine():
+            self.land()
+
+    def land(self) -> None:
         self.work = None
         self.ended = time.perf_counter()
         self.done.set()
@@ -91,7 +146,10 @@ class Flight:
         elif not self.done.is_set():
             self._wait(began)
         if self.error is not None:
-            raise self.failure(str(self.error).strip().splitlines()[0]) from None
+            raise self.failure(first_line(self.error)) from None
+        guard = self.exchange.guard
+        if guard is not None and guard.expired():
+            self.lost.update(message.peer for message in self.kept)
         if not self.counted:
             self.counted = True
             traffic = self.exchange.traffic
@@ -100,9 +158,15 @@ class Flight:
             traffic.flights += 1
 
     def _wait(self, began: float) -> None:
-        link, said, warned = self.exchange.link, False, False
-        while not self.done.wait(_LOOK if not said else 1.0):
-            waited = time.perf_counter() - began
+        link, guard, said, warned = self.link, self.exchange.guard, False, False
+        look, now = began + _LOOK, began
+        while not self.done.wait(_GUARDED if guard is not None else max(0.0, look - now)):
+            if guard is not None:
+                self._give_up(guard)
+            now = time.perf_counter()
+            if now < look:
+                continue
+            look, waited = now + 1.0, now - began
             if self.peer < 0 and self.waiter and (ahead := self.waiter.current) is not None:
                 self.peer = ahead.peer  # not begun: it waits for what was started before it, and so for that one's peer
             link.say({"in": self.what, "number": self.tag.number, "for": self.peer})
@@ -110,27 +174,58 @@ class Flight:
             other = link.heard(self.peer)
             if other.get("for") == link.rank and other.get("in") != self.what:
                 raise self.failure(
-                    f"they wait for each other: rank {self.peer} is {_where(other)}. "
+                    f"they wait for each other: rank {self._name} is {_where(other)}. "
                     "Everything that all workers take part in (step, consensus, mean) must be called by all, in the same order"
                 )
-            doing = f"it is {_where(other)} and waits for rank {other['for']}" if other else "nothing is known of it"
+            doing = (
+                f"it is {_where(other)} and waits for rank {link.names[other['for']]}" if other else "nothing is known of it"
+            )
             if waited >= link.timeout:
                 raise self.failure(f"nothing came within {link.timeout:g} s; {doing}")
             if waited >= _WARN and not warned:
                 warned = True
                 warnings.warn(
-                    f"rank {link.rank} has waited {waited:.0f} s for rank {self.peer} {self._where()}; {doing}", stacklevel=3
+                    f"rank {link.names[link.rank]} has waited {waited:.0f} s for rank {self._name} {self._where()}; {doing}",
+                    stacklevel=3,
                 )
         if said:
             link.say({})
 
+    def _give_up(self, guard: Guard) -> None:
+        """Stop waiting for those who are lost."""
+        flight = self.waiter.current if self.waiter and self.waiter.current is not None else self  # perhaps one before us
+        lost = guard.doubtful(flight.link) & flight.essential
+        if lost or (flight.lost and flight.essential):
+            if flight.done.wait(_GRACE):
+                return
+            flight.lost |= lost
+            flight.dirty = True
+            flight.land()
+        else:
+            lost = guard.gone(flight.link)
+            if flight.peer not in lost:
+                return
+            flight.lost |= lost
+            flight.dirty = True
+        if flight.waiter is not None:
+            self.exchange.limbo.append(flight)
+            flight.waiter.replace()
+
     def failure(self, reason: str) -> GossamerError:
         self.exchange.failed = True
         reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", reason)  # gloo's source line and its advice
-        return GossamerError(f"rank {self.exchange.link.rank} lost rank {self.peer} {self._where()}: {reason}")
+        return GossamerError(f"rank {self.link.names[self.link.rank]} lost rank {self._name} {self._where()}: {reason}")
+
+    @property
+    def _name(self) -> int:
+        return self.link.names[self.peer] if self.peer >= 0 else -1
 
     def _where(self) -> str:
         return _where({"in": self.what, "number": self.tag.number})
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]
 
 
 def _where(status: dict[str, Any]) -> str:
@@ -145,20 +240,38 @@ class Waiter:
         self.current: Flight | None = None
         self._flights: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._replaced: list[threading.Thread] = []
 
     def take(self, flight: Flight) -> None:
-        if self._thread is None:
-            # A daemon: a process must be able to end while it still waits for one that hangs.
-            self._thread = threading.Thread(target=self._wait, name=f"gossamer-{self.name}", daemon=True)
-            self._thread.start()
         self._flights.put(flight)
+        if self._thread is None:
+            self._begin(None)
 
-    def _wait(self) -> None:
-        while (flight := self._flights.get()) is not None:
+    def _begin(self, first: Flight | None) -> None:
+        # A daemon: a process must be able to end while it still waits for one that hangs.
+        self._thread = threading.Thread(target=self._wait, args=(first,), name=f"gossamer-{self.name}", daemon=True)
+        self._thread.start()
+
+    def replace(self) -> None:
+        """The thread waits for one that is lost and does not wake up: leave it to it, and go on with another."""
+        if self._thread is not None:
+            self._replaced.append(self._thread)
+        self._begin(self.current)
+
+    def _wait(self, flight: Flight | None) -> None:
+        me = threading.current_thread()
+
+        def mine() -> bool:
+            return self._thread is me
+
+        while mine():
+            if flight is None and (flight := self._flights.get()) is None:
+                return
             self.current = flight
-            flight.run()
-            self.current = None
-            del flight  # and with it the tensors that it kept
+            flight.run(mine)
+            if mine():
+                self.current = None
+            flight = None  # and with it the tensors that it kept
 
     def end(self) -> None:
         if self._thread is None:
@@ -172,4 +285,6 @@ class Waiter:
                 with contextlib.suppress(RuntimeError):
                     work.wait(timedelta(milliseconds=1))  # expires, which closes all pairs and so wakes the thread
             self._thread.join(0.01)
+        for thread in self._replaced:  # their links have been closed
+            thread.join(0.5)
         self._thread = None

@@ -7,11 +7,12 @@ dies takes its own pairs with it and no others. Every message carries the member
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -21,9 +22,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossamer.errors import GossamerError
+from gossamer.seats import Seat, ended_key
 
-_FOREVER = timedelta(days=7)  # gloo's own timeouts close all pairs of a process; we keep our own time (see exchange.py)
+_FOREVER = timedelta(days=7)  # gloo's own timeouts close all pairs of a group; we keep our own time (see exchange.py)
+_NEVER = 0x7FFFFFFF  # a tag that nobody sends: the last part of the last collective
+_BUILD = 10.0  # seconds for connecting, once all are there
 _opened = itertools.count()  # links are opened in the same order everywhere, so this number names one
+
+
+def next_name() -> str:
+    return f"gossamer/{next(_opened)}"
+
+
+@functools.cache
+def _devices() -> list[Any]:
+    """Where gloo listens, for all our groups. Connected at once: the default group may have been told to be lazy (``launch.py``)."""
+    make = dist.ProcessGroupGloo
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if not interfaces:
+        return [make.create_default_device(lazy_init=False)]
+    return [make.create_device(interface=name, lazy_init=False) for name in interfaces]
 
 
 class Lost(RuntimeError):
@@ -57,39 +75,85 @@ class Tag:
 
 
 class Link:
-    """Between processes on CPUs: gloo, started from the store that the default group was started with."""
+    """Between processes on CPUs: gloo, started from the store that the default group was started with, or the launcher's.
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: float = 300.0, epoch: int = 0) -> None:
+    ``name`` is the same everywhere. ``abandoned``: asked while the others are waited for; True ends the wait with an error.
+    ``ended(rank)``: why a process is not there any more, or nothing.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: float = 300.0,
+        epoch: int = 0,
+        name: str | None = None,
+        abandoned: Callable[[], bool] | None = None,
+        ended: Callable[[int], str] | None = None,
+    ) -> None:
         self.rank, self.size, self.timeout, self.epoch = rank, size, timeout, epoch
-        self.store = dist.PrefixStore(f"gossamer/{next(_opened)}/{epoch}", store)
+        self.names: Sequence[int] = range(size)  # what the ranks are called in messages
+        self.name = name or next_name()
+        self.store = dist.PrefixStore(f"{self.name}/{epoch}", store)
         self._agreements = 0
+        self._abandoned, self._ended = abandoned, ended
+        self.closed = False
         self._arrive()
         self._group = self._open()
 
     def _open(self) -> Any:
-        return dist.ProcessGroupGloo(dist.PrefixStore("gloo", self.store), self.rank, self.size, _FOREVER)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = _devices()
+        options._timeout = timedelta(seconds=self.timeout if self._abandoned is None else _BUILD)
+        return dist.ProcessGroupGloo(dist.PrefixStore("gloo", self.store), self.rank, self.size, options)
 
     @property
     def streams(self) -> bool:
         """Whether waiting is done by the device's streams, not by the host."""
         return False
 
-    def post(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> list[tuple[int, Any]]:
-        """Start to send and to receive; returns ``(peer, work)`` pairs to wait for. The tensors must stay as they are."""
+    def post(
+        self, outgoing: Sequence[Message], incoming: Sequence[Message], lost: set[int] | None = None
+    ) -> list[tuple[int, Any]]:
+        """Start to send and to receive; returns ``(peer, work)`` pairs to wait for. The tensors must stay as they are.
+        ``lost``: peers to leave out; who turns out to be gone is added to it, and is no error then."""
         works = []
         for verb, messages in ((self._group.recv, incoming), (self._group.send, outgoing)):
             for peer, tag, tensor in messages:
+                if lost is not None and peer in lost:
+                    continue
                 try:
                     works.append((peer, verb([tensor], peer, tag)))
                 except RuntimeError as error:
-                    raise Lost(peer, str(error)) from None
+                    if lost is None:
+                        raise Lost(peer, str(error)) from None
+                    lost.add(peer)
         return works
+
+    def wait(self, work: Any) -> None:
+        work.wait(_FOREVER)
+
+    def close(self) -> None:
+        """Close all connections; whoever waits on one of them gets an error. gloo does that when a wait of its own expires."""
+        self.closed = True
+        peer = (self.rank + 1) % self.size
+        if peer != self.rank:
+            with contextlib.suppress(RuntimeError):
+                self._group.recv([torch.empty(1)], peer, _NEVER).wait(timedelta(milliseconds=1))
 
     # --- Before anything is sent -----------------------------------------------------------------------------------------
 
     def _arrive(self) -> None:
         self.store.set(f"here/{self.rank}", "1")
-        self._wait([f"here/{q}" for q in range(self.size)], "did not arrive")
+        everyone = [f"here/{q}" for q in range(self.size)]
+        if self._abandoned is None:
+            self._wait(everyone, "did not arrive")
+            return
+        while not self.store.check(everyone):
+            if self._abandoned():
+                raise RuntimeError("this group is not wanted any more")
+            time.sleep(0.01)
 
     def agree(self, signature: dict[str, str]) -> None:
         """All processes have the same signature, or all of them get an error that says what differs and where."""
@@ -116,7 +180,9 @@ class Link:
         """Wait for keys; the k-th is rank k's to set."""
         deadline = time.monotonic() + self.timeout
         try:
-            self.store.wait(keys, timedelta(seconds=self.timeout))
+            if self._ended is not None and len(keys) == self.size:
+                self._watch_for(keys, deadline, self._ended)
+            self.store.wait(keys, timedelta(seconds=max(0.1, deadline - time.monotonic())))
         except RuntimeError as error:
             missing = [q for q, key in enumerate(keys) if not self._has(key)]
             if time.monotonic() < deadline - 0.5 or not missing:
@@ -125,6 +191,14 @@ class Link:
                 f"rank {self.rank}: rank {', '.join(map(str, missing))} of {self.size} {what} within {self.timeout:g} s; "
                 "is it running, and does it make the same models in the same order?"
             ) from None
+
+    def _watch_for(self, keys: list[str], deadline: float, ended: Callable[[int], str]) -> None:
+        """Wait as long as all whose keys are missing still run."""
+        while time.monotonic() < deadline and not self.store.check(keys):
+            for q in (q for q, key in enumerate(keys) if not self._has(key)):
+                if (why := ended(q)) and not self._has(keys[q]):
+                    raise GossamerError(f"rank {self.rank}: rank {q} {why} before training began")
+            time.sleep(0.05)
 
     def _has(self, key: str) -> bool:
         try:
@@ -145,6 +219,23 @@ class Link:
             return {}
 
 
+class Alone(Link):
+    """Of one who has not joined yet."""
+
+    def _arrive(self) -> None:
+        pass
+
+    def _open(self) -> Any:
+        return None
+
+    def post(
+        self, outgoing: Sequence[Message], incoming: Sequence[Message], lost: set[int] | None = None
+    ) -> list[tuple[int, Any]]:
+        assert not outgoing
+        assert not incoming
+        return []
+
+
 class BatchLink(Link):
     """Between GPUs: a group of torch.distributed with batched sends and receives, on NCCL's streams.
 
@@ -162,15 +253,35 @@ class BatchLink(Link):
     def streams(self) -> bool:
         return torch.cuda.is_available()
 
-    def post(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> list[tuple[int, Any]]:
+    def wait(self, work: Any) -> None:
+        work.wait()
+
+    def post(
+        self, outgoing: Sequence[Message], incoming: Sequence[Message], lost: set[int] | None = None
+    ) -> list[tuple[int, Any]]:
         ops = [dist.P2POp(dist.irecv, m.tensor, m.peer, self._group) for m in incoming]
         ops += [dist.P2POp(dist.isend, m.tensor, m.peer, self._group) for m in outgoing]
         peer = (incoming or outgoing)[0].peer if ops else -1
         return [(peer, work) for work in dist.batch_isend_irecv(ops)] if ops else []
 
 
-def open_link(device: torch.device, timeout: float = 300.0) -> Link | None:
-    """The link of this process, or None if it is alone. ``torch.distributed`` must have been started, as for DDP."""
+def open_link(device: torch.device, timeout: float = 300.0, joins: bool = False) -> Link | None:
+    """The link of this process, or None if it is alone. ``torch.distributed`` must have been started, as for DDP, unless there is a
+    launcher of ours. ``joins``: it may be one that joins a job that is running."""
+    seat = Seat.taken()
+    if seat is not None and seat.joins and not (joins and device.type == "cpu"):
+        what = "it is on a GPU" if device.type != "cpu" else "only DecentralizedDataParallel can do that"
+        raise GossamerError(f"rank {seat.rank} can't join a job that is running: {what}")
+    if seat is not None and device.type == "cpu":  # NCCL has no connections that fail one by one
+        store = seat.connect()
+        if seat.joins:
+            return Alone(store, 0, 1, timeout)
+
+        def ended(rank: int) -> str:
+            key = ended_key(rank)
+            return store.get(key).decode() if store.check([key]) else ""
+
+        return Link(store, seat.rank, seat.size, timeout, ended=ended)
     if not dist.is_available() or not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise GossamerError(

@@ -182,6 +182,10 @@ class Mixer:
         if state is None or state.flight is None:
             return
         state.flight.wait()
+        if state.flight.dirty:
+            self._buffers = {key: held for key, held in self._buffers.items() if key[0] != id(block)}
+        if state.flight.lost and state.flight.essential:
+            return  # some of the mixed row is missing, so all of it is: the Round is the identity for me
         x = block.x[0]
         if state.result is not None and state.snapshot is not None:
             mixing.correct(x, state.snapshot[0], [(1.0, state.result[0])])
@@ -195,8 +199,14 @@ class Mixer:
     def _terms(self, state: _Mixing) -> tuple[float, list[tuple[float, Tensor]]]:
         weights = state.round.neighbors(self.rows.start)
         assert state.received is not None
-        others = [(weights[parcel.rows[0]], row) for parcel, row in zip(state.plan.receives, state.received, strict=True)]
-        return weights.get(self.rows.start, 0.0), others
+        parcels = list(zip(state.plan.receives, state.received, strict=True))
+        own = weights.get(self.rows.start, 0.0)
+        if state.flight is not None and state.flight.lost and self.exchange is not None:
+            # Whose row did not come whole is not used at all; its weight goes to my own.
+            came = [pair for pair in parcels if self.exchange.living[pair[0].peer] not in state.flight.lost]
+            own += sum(weights[parcel.rows[0]] for parcel, _ in parcels) - sum(weights[parcel.rows[0]] for parcel, _ in came)
+            parcels = came
+        return own, [(weights[parcel.rows[0]], row) for parcel, row in parcels]
 
     # --- Means -----------------------------------------------------------------------------------------------------------
 
@@ -211,16 +221,22 @@ class Mixer:
         exchange = self.exchange
         if exchange is None or row.numel() == 0:
             return row
-        out = torch.empty_like(row)
-        everyone = Mean(exchange.size)
-        exchange.slices(
-            row.unsqueeze(0),
-            out.unsqueeze(0),
-            range(exchange.size),
-            lambda x, y: mixing.mix(everyone, x, y),
-            exchange.collective_tag(),
-            what=what,
-        ).wait()
+        out = row
+
+        def start() -> Flight:
+            nonlocal out
+            out = torch.empty_like(row)  # anew, in case what was lost still comes
+            everyone = Mean(exchange.size)
+            return exchange.slices(
+                row.unsqueeze(0),
+                out.unsqueeze(0),
+                range(exchange.size),
+                lambda x, y: mixing.mix(everyone, x, y),
+                exchange.collective_tag(),
+                what=what,
+            )
+
+        exchange.complete(start)
         return out
 
     def gather(self, rows: Tensor, what: str = "profile") -> Tensor:

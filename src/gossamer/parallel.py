@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer import consensus, profile, shards
+from gossamer import state as state_of_worker
 from gossamer.blocks import Block
 from gossamer.errors import GossamerError
 from gossamer.exchange import Exchange
@@ -37,14 +38,18 @@ from gossamer.graphs import Graph
 from gossamer.links import open_link
 from gossamer.mixer import Mixer, Wire
 from gossamer.profile import Profile
+from gossamer.roster import Change
 from gossamer.schedules import Fixed, Schedule, schedule
+from gossamer.seats import Seat
+from gossamer.survival import Survival
 from gossamer.uneven import Stretch
+from gossamer.wrapper import Wrapper
 
 Order = Literal["awc", "atc"]
 ALL_REDUCE = "all-reduce"
 
 
-class DecentralizedDataParallel(nn.Module):
+class DecentralizedDataParallel(Wrapper):
     """Averages parameters with a few neighbours each step.
 
     - ``graph``: a name, a Graph or a Schedule over the workers; ``"all-reduce"`` averages gradients over all of them, as DDP
@@ -80,12 +85,16 @@ class DecentralizedDataParallel(nn.Module):
         refuse_unfit(module)
         self.module = module
         self._flat = Flat(self._bare())
-        link = open_link(self._device, timeout)
+        link = open_link(self._device, timeout, joins=True)
         self._exchange = Exchange(link) if link else None
-        self.rank, self.size = (link.rank, link.size) if link else (0, 1)
-        self._mixer = Mixer(self.size, self._exchange, wire, send_copy)
+        self._seat = Seat.taken() if self._exchange is not None and self._device.type == "cpu" else None
         self.averages_gradients = graph == ALL_REDUCE
-        self.schedule = schedule("complete" if self.averages_gradients else _per_host(graph), self.size)
+        if self._seat is not None and self._seat.joins and self.averages_gradients:
+            raise GossamerError("with graph='all-reduce' nobody can come back: all workers need all others in each step")
+        self.rank = self._seat.rank if self._seat else link.rank if link else 0
+        self._mixer = Mixer(self.size, self._exchange, wire, send_copy)
+        planned = self._seat.size if self._seat else self.size
+        self.schedule = schedule("complete" if self.averages_gradients else _per_host(graph), planned)
         self.order, self.local_steps, self.send_copy = order, local_steps, send_copy
         self.epochs, self.steps_per_epoch = epochs or 1, steps_per_epoch
         if not isinstance(self.schedule, Fixed) and not (epochs and steps_per_epoch):
@@ -102,21 +111,48 @@ class DecentralizedDataParallel(nn.Module):
         self._in_flight: list[Block] | None = None
         self._stretch: Stretch | None = None  # inside uneven()
         self._stretches = 0
+        self._also: Mapping[str, Any] = {}
+        self._survival: Survival | None = None  # under gossamer launch, from gossip() on
         self._averaged = False  # inside consensus()
         self._warned = False
         # Not as a decorator: that would load the whole compiler when Gossamer is imported.
         self._plainly = torch.compiler.disable(self._on_forward)
         self._profile_every = 0
         self._on_profile: Callable[[Profile], object] | None = None
-        if self._exchange is not None:
+        if self._exchange is not None and not self._joins:
             self._agree({**self._setup(), "wire": wire, "init": init, "steps_per_epoch": str(steps_per_epoch)})
             self._agree(self._flat.signature())
             if init == "broadcast":
                 consensus.broadcast(self._flat, self._exchange)
 
     def _agree(self, signature: dict[str, str]) -> None:
-        if self._exchange is not None:
+        if self._exchange is not None and not self._joins and self._survival is None:
             self._exchange.link.agree(signature)
+
+    @property
+    def _joins(self) -> bool:
+        """Started by ``gossamer launch`` to join a job that is running."""
+        return self._seat is not None and self._seat.joins
+
+    @property
+    def size(self) -> int:
+        """How many workers take part now."""
+        return self._exchange.size if self._exchange else 1
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of the workers that take part now. Under ``gossamer launch`` they may change, before any step."""
+        return self._survival.members if self._survival is not None else tuple(range(self.size))
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first of them: for what one worker does for all, such as saving. Rank 0 may be gone."""
+        return self.rank == self.members[0]
+
+    @property
+    def changes(self) -> list[Change]:
+        """What has happened to the members so far."""
+        return self._survival.changes if self._survival is not None else []
 
     @property
     def traffic(self) -> Traffic:
@@ -131,12 +167,17 @@ class DecentralizedDataParallel(nn.Module):
         scaler: torch.amp.GradScaler | None = None,
         profile_every: int | None = None,
         on_profile: Callable[[Profile], object] | None = None,
+        also: Mapping[str, Any] | None = None,
+        on_change: Callable[[Change], object] | None = None,
     ) -> None:
         """Average inside ``step()`` of the last of these optimizers; with several, call each once per step, in this order.
 
         ``scaler``: the GradScaler that calls ``step()``, so that a step it skips is averaged all the same. ``profile_every``:
         every so many steps look at all workers (norms, dispersion, consensus distance) just before averaging; the result goes
         to ``model.profiles``, or to ``on_profile``.
+
+        Under ``gossamer launch``: ``also``, what else a worker that joins takes over (LR schedulers …; what has a state_dict, by
+        name), and ``on_change``, called with each :class:`Change` of the members just before the step in which it takes effect.
         """
         self._refuse_copy("gossip()")
         self._refuse_busy("gossip()")
@@ -163,6 +204,28 @@ class DecentralizedDataParallel(nn.Module):
         if scaler is not None:
             self._watch(scaler, last)
         self._profile_every, self._on_profile = profile_every or 0, on_profile
+        if self._seat is not None and self._exchange is not None and not self.averages_gradients:
+            self._survive(self._seat, self._exchange, also or {}, on_change)
+
+    def _survive(
+        self, seat: Seat, exchange: Exchange, also: Mapping[str, Any], on_change: Callable[[Change], object] | None
+    ) -> None:
+        if self._survival is None:
+            optimizers = ", ".join(type(optimizer).__name__ for optimizer in self._gradients)
+            signature = {key: value for key, value in self._setup().items() if key != "workers"} | self._flat.signature()
+            self._survival = Survival(
+                seat,
+                exchange,
+                self._mixer,
+                self.schedule,
+                lambda: self._capture(self._also),
+                lambda state: self._restore(state, "the state of the others", self._also),
+                {**signature, "wire": self._mixer.wire, "the optimizers": optimizers},
+            )
+            if seat.joins:
+                self.steps = self._survival.position()
+        self._also = also
+        self._survival.on_change = on_change
 
     def _check_optimizers(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
         if not optimizers:
@@ -194,6 +257,8 @@ class DecentralizedDataParallel(nn.Module):
         if not self._gradients and self._exchange is not None and not self._warned:
             self._warned = True
             warnings.warn("model.gossip(optimizer) was not called, so nothing is averaged", stacklevel=3)
+        if self._survival is not None and self._survival.joining:
+            self.steps = self._survival.before(self.steps)  # before the forward pass, in either order: parameters change
         if self.order == "awc" and not self.averages_gradients and self._gradients:
             if self._in_flight is not None and not self._mixer.send_copy:
                 self._flat.check(busy=True)
@@ -206,6 +271,8 @@ class DecentralizedDataParallel(nn.Module):
         self._begun = True
         if self._stretch is not None:
             self._stretch.before(self.steps)
+        if self._survival is not None:
+            self.steps = self._survival.before(self.steps)
         return True
 
     def _start(self) -> None:
@@ -235,7 +302,8 @@ class DecentralizedDataParallel(nn.Module):
         self._in_flight = None
 
     def _graph(self) -> Graph:
-        current = self.schedule if self._stretch is None else self._stretch.schedule
+        changed = self._survival or self._stretch
+        current = changed.schedule if changed is not None else self.schedule
         return current.graph(self.steps, min(self._epoch, self.epochs - 1), self.epochs, self.signals)
 
     @property
@@ -365,6 +433,10 @@ class DecentralizedDataParallel(nn.Module):
         enter it; ``mean()``, ``consensus()`` and the like have their place outside of it."""
         self._refuse_copy("uneven()")
         self._refuse_busy("uneven()")
+        if self._survival is not None:
+            raise GossamerError(
+                "uneven() under gossamer launch: a worker that ends is left out anyway; let it end, or use torchrun"
+            )
         if self._exchange is None:
             yield
             return
@@ -405,16 +477,10 @@ class DecentralizedDataParallel(nn.Module):
         self._refuse_copy("save()")
         self._refuse_busy("save()")
         self._flat.check()
-        state = {
-            "model": self.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self._gradients],
-            "schedule": self.schedule.state_dict(),
-            "signals": self.signals,
-            "also": {name: thing.state_dict() for name, thing in (also or {}).items()},
-        }
+        state = self._capture(also or {})
         with self.consensus():
             averaged = {name: t.clone() for name, t in self.state_dict().items() if isinstance(t, Tensor)}
-        shards.save(Path(folder), self.steps, state, self._setup(), averaged if self.rank == 0 else None, self._exchange)
+        shards.save(Path(folder), self.steps, state, self._setup(), averaged if self.leads else None, self._exchange)
 
     def load(self, folder: Path | str, also: Mapping[str, Any] | None = None) -> bool:
         """Go on from the last step that all workers have on disk. Returns whether there was one. Call it after ``gossip()``."""
@@ -424,63 +490,21 @@ class DecentralizedDataParallel(nn.Module):
         if found is None:
             return False
         step, state = found
-        missing = set(also or {}) ^ set(state["also"])
-        if missing:
-            raise GossamerError(f"the checkpoint in {folder} and `also` differ: {', '.join(sorted(missing))}")
-        if len(state["optimizers"]) != len(self._gradients):
-            raise GossamerError(
-                f"the checkpoint in {folder} holds {len(state['optimizers'])} optimizers and gossip() was given "
-                f"{len(self._gradients)}; call model.gossip(optimizer) before model.load()"
-            )
-        self.load_state_dict(state["model"])
-        for optimizer, saved in zip(self._gradients, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        for name, thing in (also or {}).items():
-            thing.load_state_dict(state["also"][name])
-        self.schedule.load_state_dict(state["schedule"])
-        self.signals = dict(state["signals"])
+        self._restore(state, f"the checkpoint in {folder}", also or {})
         self.steps, self._begun = step, False
         return True
+
+    def _capture(self, also: Mapping[str, Any]) -> dict[str, Any]:
+        return state_of_worker.capture(self._bare(), list(self._gradients), self.schedule, self.signals, also)
+
+    def _restore(self, state: dict[str, Any], where: str, also: Mapping[str, Any]) -> None:
+        self.signals = state_of_worker.restore(state, where, self._bare(), list(self._gradients), self.schedule, also)
 
     def _setup(self) -> dict[str, str]:
         graph = ALL_REDUCE if self.averages_gradients else self.schedule.describe()
         return {"graph": graph, "order": self.order, "local_steps": str(self.local_steps), "workers": str(self.size)}
 
-    # --- As the bare module would ----------------------------------------------------------------------------------------
-
-    def _bare(self) -> nn.Module:
-        return getattr(self.module, "_orig_mod", self.module)  # torch.compile wraps the module once more
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The bare module's keys, so that checkpoints are those of a single-process run."""
-        return self._bare().state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """``assign`` makes no difference: values are copied to where the parameters are."""
-        if hasattr(self, "_flat"):
-            self._refuse_busy("load_state_dict()")
-        return self._bare().load_state_dict(state_dict, strict=strict)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """As a part of a larger module, whose state has the bare module's keys too: torch looks for them one module deeper."""
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            compiled = "_orig_mod." if self._bare() is not self.module else ""
-            state_dict[f"{prefix}module.{compiled}{key.removeprefix(prefix)}"] = state_dict.pop(key)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return self._bare().named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        return self._bare().named_buffers(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("_") or "module" not in self._modules:
-                raise
-            return getattr(self._modules["module"], name)
+    # --- A copy ----------------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecentralizedDataParallel:
         """The model, but not its place among the workers: for an EMA, or a frozen target network."""

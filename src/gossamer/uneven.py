@@ -1,5 +1,5 @@
 """Uneven data: some workers run out of batches before others. They leave the graph, the others go on without them, and at the
-end all are together again. See ``membership.py`` for how they agree on the step at which the graph changes."""
+end all are together again. See ``leaving.py`` for how they agree on the step at which the graph changes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from collections.abc import Callable
 import torch
 
 from gossamer import consensus
-from gossamer.errors import GossamerError
 from gossamer.exchange import Exchange
 from gossamer.flat import Flat
-from gossamer.membership import Change, Membership
+from gossamer.leaving import Change, Leaving
 from gossamer.mixer import Mixer
-from gossamer.schedules import Schedule, schedule
-
-_ANY_N = "one-peer-exponential"  # where the graph does not exist for the number of workers that is left
+from gossamer.schedules import Schedule, rebuilt
 
 
 class Stretch:
@@ -24,11 +21,11 @@ class Stretch:
     def __init__(self, exchange: Exchange, mixer: Mixer, planned: Schedule, number: int, step: int) -> None:
         self.exchange, self.mixer, self.planned = exchange, mixer, planned
         self.schedule = planned
-        self._membership = Membership(exchange.link, number, step)
+        self._leaving = Leaving(exchange.link, number, step)
 
     def before(self, step: int) -> None:
         """Before a step begins: change to the graph of those who are left, if this is the step for it."""
-        change = self._membership.before(step)
+        change = self._leaving.before(step)
         if change is not None:
             self._change(change)
 
@@ -39,22 +36,18 @@ class Stretch:
     def _take_part(self, living: tuple[int, ...], reason: str) -> None:
         self.exchange.living = living
         self.mixer.resize()
-        try:
-            self.schedule = schedule(self.planned.describe(), len(living))
-        except GossamerError as error:
-            self.schedule = schedule(_ANY_N, len(living))
-            reason += f"; {error}"
-        self.planned.note(self.mixer.step, f"{self.schedule.describe()} over {len(living)}", reason)
+        self.schedule, note = rebuilt(self.planned, len(living))
+        self.planned.note(self.mixer.step, f"{self.schedule.describe()} over {len(living)}", reason + note)
 
     def leave(self, step: int, exchange_only: Callable[[], int]) -> None:
-        self._membership.leave(step, exchange_only, self._change)
+        self._leaving.leave(step, exchange_only, self._change)
 
     def rejoin(self, step: int, flat: Flat) -> int:
         """When nobody has data left: all are in the graph again. Who left early takes over the parameters of one who stayed.
         Returns the step that all are at."""
         exchange = self.exchange
-        everyone = self._membership.wait_for_all([step, exchange.collectives])
-        self._membership.end()
+        everyone = self._leaving.wait_for_all([step, exchange.collectives])
+        self._leaving.end()
         exchange.living = tuple(range(exchange.link.size))
         exchange.link.epoch += 1  # what was left lying around is not taken for something new
         self.mixer.resize()
@@ -67,4 +60,4 @@ class Stretch:
         return last
 
     def abandon(self) -> None:
-        self._membership.end()
+        self._leaving.end()

@@ -1,0 +1,118 @@
+"""Training goes on when workers die, hang and come back: what a change of members means for one model.
+
+``membership.py`` says who takes part from which step on. Here the exchange gets the new group, the graph is rebuilt, a
+newcomer takes over the state of one who is in, and the person's callback hears of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer import checkpoint
+from gossamer.errors import GossamerError
+from gossamer.exchange import Exchange
+from gossamer.links import Link
+from gossamer.membership import Membership
+from gossamer.mixer import Mixer
+from gossamer.roster import Change
+from gossamer.schedules import Schedule, rebuilt
+from gossamer.seats import Seat
+
+_models: list[Survival] = []  # of this process
+
+
+class Survival:
+    """Of one model. ``capture()`` and ``restore(state)`` give and take all that a worker knows; ``signature`` must be the same."""
+
+    def __init__(
+        self,
+        seat: Seat,
+        exchange: Exchange,
+        mixer: Mixer,
+        planned: Schedule,
+        capture: Callable[[], dict[str, Any]],
+        restore: Callable[[dict[str, Any]], object],
+        signature: dict[str, str],
+    ) -> None:
+        self.seat, self.exchange, self.mixer, self.planned = seat, exchange, mixer, planned
+        self.schedule = planned
+        self.members: tuple[int, ...] = (seat.rank,) if seat.joins else tuple(range(seat.size))
+        self.joining = seat.joins
+        _models.append(self)
+        self._refuse_several()
+        self.changes: list[Change] = []
+        self.on_change: Callable[[Change], object] | None = None
+        self._capture, self._restore, self._signature = capture, restore, signature
+        self._timeout = exchange.link.timeout
+        self._store = seat.connect()  # groups wait for each other on it
+        first = exchange.link
+        self._membership = Membership(seat, first.name, None if self.joining else first, self._open_group, self._copied)
+        exchange.guard = self._membership
+
+    def _open_group(self, number: int, place: int, names: tuple[int, ...], abandoned: Callable[[], bool]) -> Link:
+        link = Link(self._store, place, len(names), self._timeout, number, self.exchange.link.name, abandoned)
+        link.names = names
+        return link
+
+    def position(self) -> int:
+        """About the step that the others are in."""
+        return self._membership.position()
+
+    def before(self, step: int) -> int:
+        """Before a step begins. Returns its number, which is another one for a worker that has just come."""
+        membership = self._membership
+        if not self.joining:
+            changed = membership.before(step, self._timeout)
+            if changed is not None:
+                self._take_part(*changed)
+            if not membership.evicted:
+                return step
+            self.joining = True
+            self._refuse_several()
+            membership.rejoin()
+        change, link = membership.join(self._timeout, self._unpack)
+        self.joining = False
+        self._take_part(change, link)
+        return change.step
+
+    def _refuse_several(self) -> None:
+        if self.joining and len(_models) > 1:
+            raise GossamerError(
+                f"rank {self.seat.rank} can't join: it trains {len(_models)} models, and could enter them at different steps only; "
+                "then all would wait for each other"
+            )
+
+    def _take_part(self, change: Change, link: Link) -> None:
+        self.exchange.change(link)
+        self.mixer.resize()
+        self.members = change.members
+        self.schedule, note = rebuilt(self.planned, len(change.members))
+        self.mixer.step = change.step
+        self.planned.note(change.step, f"{self.schedule.describe()} over {len(change.members)}", change.describe() + note)
+        self.changes.append(change)
+        if self.on_change is not None:
+            self.on_change(change)
+
+    # --- The state for a newcomer -----------------------------------------------------------------------------------------
+
+    def _copied(self) -> Callable[[], bytes]:
+        """One pass over the memory between two steps; the rest can be done in the background."""
+        tensors: dict[str, Tensor] = {}
+        state = checkpoint.flatten("state", self._capture(), tensors)
+        copies = {key: t.detach().clone(memory_format=torch.contiguous_format) for key, t in tensors.items()}
+        return lambda: checkpoint.dumps(copies, {"signature": self._signature, "state": state})
+
+    def _unpack(self, data: bytes) -> None:
+        tensors, header = checkpoint.loads(data)
+        theirs, mine = header["signature"], self._signature
+        differ = next((key for key in {**theirs, **mine} if theirs.get(key) != mine.get(key)), None)
+        if differ is not None:
+            raise GossamerError(
+                f"rank {self.seat.rank} can't join: {differ} is {mine.get(differ, 'missing')} here and "
+                f"{theirs.get(differ, 'missing')} on the others"
+            )
+        self._restore(checkpoint.unflatten(header["state"], tensors))
