@@ -106,8 +106,9 @@ def lines(
     y_label: str = "",
     level: tuple[float, str] | None = None,
     log: bool = False,
+    marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """``level``: a horizontal line and what it says. ``log``: y is logarithmic."""
+    """``level``: a horizontal line and what it says; ``marks``: vertical ones. ``log``: y is logarithmic."""
     width, height, left, right, size = 860, 460, 64, 24, 12
     names = list(dict.fromkeys(line.name for line in series))
     colours = {name: LINES[k % len(LINES)] for k, name in enumerate(names)}
@@ -144,6 +145,11 @@ def lines(
     for line in series:
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in zip(line.x, line.y, strict=True)))
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colours[line.name]}" stroke-width="1.8"/>')
+    for k, (at, text) in enumerate(marks):
+        x, _ = place(at, highest)
+        parts.append(_rule(x, top, x, bottom, _INK, dash=True))
+        late = x > 0.75 * width
+        parts.append(_say(text, x - 5 if late else x + 5, top + 14 + 16 * (k % 3), size, anchor="end" if late else "start"))
     if level:
         _, y = place(0, level[0])
         parts.append(_rule(left, y, width - right, y, _INK, dash=True))
