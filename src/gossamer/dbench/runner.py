@@ -34,6 +34,7 @@ from gossamer.optim import BlockOptimizer
 from gossamer.plans import rows_of
 from gossamer.replicas import Replicas
 from gossamer.sampling import sampler
+from gossamer.sources import source
 from gossamer.tasks import Task
 
 _BEAT = 0.1  # seconds between two progress messages of one cell
@@ -90,7 +91,7 @@ def bench(
 def _open(context: _Context, task: Task) -> tuple[Store, list[Run], list[Cell]]:
     """The store, its runs, and the cells that are still to be run."""
     _check(context.spec, task, context.device)
-    shapes = {"name": task.name, "train": [list(t.shape) for t in task.train], "test": [list(t.shape) for t in task.test]}
+    shapes = {"name": task.name, "train": source(task.train).describe(), "test": source(task.test).describe()}
     store = Store.create(context.out / FILE, context.spec, (task.metric.name, task.metric.higher_is_better), shapes)
     runs = store.runs()
     return store, runs, [Cell(r.method, r.replicas, r.seed) for r in runs if r.status not in FINISHED]
