@@ -1,20 +1,27 @@
 """The report in a real browser: drawn from the store, nothing fetched, no errors, and it fits a phone."""
 
+import io
 import json
 import os
 import shutil
+import sqlite3
+from dataclasses import replace
 
 import pytest
+from rich.console import Console
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
+from torch.nn.functional import cross_entropy
 
-from gossamer.dbench import analysis, bench
+from gossamer.dbench import analysis, bench, compare
 from gossamer.dbench import spec as specs
 from gossamer.dbench.report import write
 from gossamer.dbench.store import FILE, Store
+from gossamer.tasks import Metric
+from tests.models import Cnn, task
 
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
 DRIVER = shutil.which("chromedriver")
@@ -156,3 +163,41 @@ def test_the_page_is_safe_text(output):
     assert "a &lt;b&gt; &amp; &lt;/script&gt;" in text
     assert text.count("@@") <= text.count("@@", text.index("<script>"))
     assert (output / "report.html").stat().st_size < 12e6
+
+
+def test_lower_is_better_everywhere(tmp_path):
+    """A perplexity: the table's best, the sentences, the axes and the comparison of two outputs know the direction."""
+    score = Metric("perplexity", lambda model, x, y: cross_entropy(model(x), y, reduction="none"), False, "exp")
+    own = replace(task(Cnn), metric=score)
+    raw = {
+        "name": "lower",
+        "replicas": [4],
+        "methods": ["centralized", "complete", {"name": "slow", "graph": "ring", "lr": 0.001}],
+        "seeds": [0, 1],
+        "backend": "tape",
+        "task": {"name": "toy", "epochs": 2, "batch": 8},
+        "optimizer": {"lr": 0.05},
+        "target": {"value": 5.0},
+    }
+    for name in ("a", "b"):
+        bench(specs.build(raw), tmp_path / name, task=own, quiet=True)
+    page = write(tmp_path / "a").read_text()
+    values = {m: [r.value for r in Store(tmp_path / "a" / FILE).runs() if r.method == m] for m in ("complete", "slow")}
+    assert max(values["complete"]) < min(values["slow"])
+    table = page[page.index("<table>") : page.index("</table>")]
+    bold = table[table.index("<strong>") : table.index("</strong>")]
+    assert "slow" not in table[: table.index("<strong>")]
+    assert float(bold.removeprefix("<strong>").split()[0]) < min(values["slow"])
+    assert "lower is better. Its BatchNorm statistics are estimated anew on training data." in page
+    assert "Worse than centralized at n=4, seed by seed: slow (+" in page
+    assert "(slow) to" in page[page.index("At n=4 the averaged model") :][:200]
+    figure = next(f for f in json.loads(page.split("const figures = ")[1].split(";\n")[0]) if f["id"] == "epochs")
+    assert figure["variants"][0]["layout"]["yaxis"]["type"] == "log"
+    assert figure["variants"][0]["layout"]["yaxis"]["title"]["text"] == "perplexity (lower is better)"
+    target = page[page.index("To reach perplexity 5 at n=4") :][:200]
+    assert "slow never" in target
+    with sqlite3.connect(tmp_path / "b" / FILE) as db:  # as if B had come out better
+        db.execute("UPDATE runs SET value = value - 0.5 - seed * 0.01")
+    console = Console(width=200, file=io.StringIO())
+    console.print(compare.table(Store(tmp_path / "a" / FILE), Store(tmp_path / "b" / FILE)))
+    assert console.file.getvalue().count("differs: B is better") == 3

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from gossamer.apps import data, models
 from gossamer.errors import GossamerError
@@ -29,13 +30,13 @@ def names() -> list[str]:
     return sorted(_TASKS)
 
 
-def check(name: str) -> None:
+def check(name: str, options: Mapping[str, Any] | None = None) -> None:
     if name not in _TASKS:
         near = difflib.get_close_matches(name, names(), n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names())}"
-        raise GossamerError(f"there is no task {name!r}; {hint}")
+        raise GossamerError(f"task.name: there is no task {name!r}; {hint}")
 
 
-def make(name: str, folder: Path | None = None) -> Task:
+def make(name: str, folder: Path | None = None, options: Mapping[str, Any] | None = None) -> Task:
     check(name)
     return _TASKS[name](folder)

@@ -50,6 +50,8 @@ def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool) -> lis
     ranked = [m for m in analysis.methods(runs) if any(len(r.steps) for r in analysis.select(runs, m))]
     scale: dict[str, list[str]] = {"replicas": sizes}
     by_measure = {"replicas": sizes, "measure": measures}
+    # What is better lower (perplexity, loss) is above 0 and spans decades.
+    on_y: dict[str, Any] = {"y": metric} if higher_is_better else {"y": f"{metric} (lower is better)", "ylog": True}
     made = [
         _figure(
             "epochs",
@@ -57,7 +59,7 @@ def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool) -> lis
             "Averaged model on test data, mean over seeds.",
             scale,
             lambda n: _by_epoch(runs, int(n), colour),
-            Axes("epoch", metric),
+            Axes("epoch", **on_y),
         ),
         _figure(
             "connections",
@@ -65,7 +67,7 @@ def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool) -> lis
             "Each dot is one run. Connections are averaged over training.",
             scale,
             lambda n: _against_connections(runs, int(n), colour),
-            Axes("connections per replica and step", metric, xlog=True),
+            Axes("connections per replica and step", xlog=True, **on_y),
         ),
         _figure(
             "scale",
@@ -73,7 +75,7 @@ def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool) -> lis
             "Mean over seeds; bars are 95 % intervals.",
             {},
             lambda: _against_scale(runs, colour),
-            Axes("replicas", metric),
+            Axes("replicas", **on_y),
         ),
         _figure(
             "bytes",
@@ -81,7 +83,7 @@ def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool) -> lis
             "What each replica has received when each has its own worker; mean over seeds.",
             scale,
             lambda n: _against_bytes(runs, int(n), colour),
-            Axes("MB per replica", metric),
+            Axes("MB per replica", **on_y),
         ),
     ]
     if ranked:
@@ -108,7 +110,7 @@ def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool) -> lis
                 "Each dot is one run; dispersion over the first tenth of training.",
                 by_measure,
                 lambda n, m: _early(runs, int(n), key[m], colour),
-                Axes("early dispersion", metric, xlog=True),
+                Axes("early dispersion", xlog=True, **on_y),
             ),
             _figure(
                 "tensors",

@@ -30,14 +30,22 @@ def findings(runs: Sequence[RunData], spec: Spec, metric: str, higher_is_better:
     return found
 
 
-def shown(e: Estimate, digits: int = 3) -> str:
+def digits(value: float) -> int:
+    """Decimal places for accuracies of 0.953 and perplexities of 312.4 alike."""
+    return 3 if abs(value) < 10 else 2 if abs(value) < 100 else 1
+
+
+def shown(e: Estimate, more: int = 0) -> str:
+    """``more`` decimal places than usual."""
     if math.isnan(e.mean):
         return "–"
-    return f"{e.mean:.{digits}f}" if math.isnan(e.low) else f"{e.mean:.{digits}f} ± {e.half:.{digits}f}"
+    places = digits(e.mean) + more
+    return f"{e.mean:.{places}f}" if math.isnan(e.low) else f"{e.mean:.{places}f} ± {e.half:.{places}f}"
 
 
 def _interval(e: Estimate) -> str:
-    return "one seed" if math.isnan(e.low) else f"95 % interval {e.low:+.3f} to {e.high:+.3f}, {e.seeds} seeds"
+    places = digits(max(abs(e.low), abs(e.high)))
+    return "one seed" if math.isnan(e.low) else f"95 % interval {e.low:+.{places}f} to {e.high:+.{places}f}, {e.seeds} seeds"
 
 
 def _finals(runs: Sequence[RunData], n: int) -> dict[str, Estimate]:
@@ -83,7 +91,7 @@ def _against(runs: Sequence[RunData], n: int, metric: str, higher: bool) -> list
             side = better if higher else worse
         elif e.below_zero():
             side = worse if higher else better
-        side.append(f"{method} ({e.mean:+.3f}, {_interval(e)})")
+        side.append(f"{method} ({e.mean:+.{digits(e.mean)}f}, {_interval(e)})")
     found = []
     if worse:
         found.append(f"Worse than {reference} at n={n}, seed by seed: {'; '.join(worse)}.")
@@ -103,7 +111,7 @@ def _scale(runs: Sequence[RunData], metric: str) -> list[str]:
     for method in analysis.methods(runs):
         a, b = (_finals(runs, n).get(method) for n in (first, last))
         if a is not None and b is not None:
-            parts.append(f"{method} {a.mean:.3f} → {b.mean:.3f}")
+            parts.append(f"{method} {a.mean:.{digits(a.mean)}f} → {b.mean:.{digits(b.mean)}f}")
     return [f"From n={first} to n={last} the {metric} goes: {', '.join(parts)}."] if parts else []
 
 

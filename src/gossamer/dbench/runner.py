@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from gossamer import batch_norm
 from gossamer.apps import tasks
 from gossamer.dbench import machine
 from gossamer.dbench.cell import Book, backend_key, book, run_cell, trainer_for
@@ -90,9 +92,11 @@ def bench(
 
 def _open(context: _Context, task: Task) -> tuple[Store, list[Run], list[Cell]]:
     """The store, its runs, and the cells that are still to be run."""
-    _check(context.spec, task, context.device)
+    model = _check(context.spec, task, context.device)
     shapes = {"name": task.name, "train": source(task.train).describe(), "test": source(task.test).describe()}
     store = Store.create(context.out / FILE, context.spec, (task.metric.name, task.metric.higher_is_better), shapes)
+    if store.meta("batch_norm_layers") is None:
+        store.set_meta("batch_norm_layers", len(batch_norm.layers(model)))
     runs = store.runs()
     return store, runs, [Cell(r.method, r.replicas, r.seed) for r in runs if r.status not in FINISHED]
 
@@ -149,8 +153,8 @@ def _page(context: _Context, store: Store | None, cell: Cell, task: Task, exchan
     return Book(store, run, Path(path), backend)
 
 
-def _check(spec: Spec, task: Task, device: str) -> None:
-    """What can only be known with the task at hand, before a store is made for it."""
+def _check(spec: Spec, task: Task, device: str) -> nn.Module:
+    """What can only be known with the task at hand, before a store is made for it. Returns the task's model."""
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -161,6 +165,7 @@ def _check(spec: Spec, task: Task, device: str) -> None:
             settings = spec.settings(Cell(method.name, n, spec.seeds[0]))
             sampler(settings.partition, task.train, n, settings.batch, settings.seed)
         BlockOptimizer(settings.optimizer, one)
+    return one.template
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,8 @@ class _Context:
     checkpoint_seconds: float
 
     def made_task(self) -> Task:
-        return self.task or tasks.make(self.spec.task.name, Path(self.spec.task.data) if self.spec.task.data else None)
+        named = self.spec.task
+        return self.task or tasks.make(named.name, Path(named.data) if named.data else None, named.options)
 
 
 def _choose_backends(store: Store, spec: Spec, task: Task, pending: list[Cell], device: str, display: Display) -> None:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from gossamer.algorithms import algorithm
 from gossamer.apps import tasks
 from gossamer.backends import Backend
+from gossamer.batch_norm import BatchNorm
 from gossamer.errors import GossamerError
 from gossamer.learning_rates import Constant, InverseSqrt, LearningRate, Scaling, Shape, StepDecay, WarmupCosine
 from gossamer.optim import Recipe
@@ -30,7 +31,8 @@ class _Part(BaseModel):
 
 
 class TaskPart(_Part):
-    """What is trained. ``batch`` is per replica; ``data`` is a folder, if the data set is not where it usually is."""
+    """What is trained. ``batch`` is per replica; ``data`` is a folder, if the data set is not where it usually is; ``options``
+    are the task's own (see docs/tasks.md); ``batch_norm`` says how the averaged model gets its running statistics."""
 
     name: str
     epochs: int = Field(ge=1, le=100_000)
@@ -38,6 +40,8 @@ class TaskPart(_Part):
     partition: str = "reshuffled"
     init: Literal["same", "different"] = "same"
     data: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    batch_norm: BatchNorm = "reestimate"
 
     @field_validator("partition")
     @classmethod
@@ -105,13 +109,21 @@ class TargetPart(_Part):
 
 
 class MethodPart(_Part):
-    """``graph``: a graph's name or ada with its parameters (default: the method's own name). ``lr`` and ``scaling`` override."""
+    """``graph``: a graph's name or ada with its parameters (default: the method's own name). The others override what the spec
+    says for all methods; ``options`` are added to those of the optimizer."""
 
     name: str = Field(min_length=1)
     graph: str | None = None
     algorithm: str | None = None
+    optimizer: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
     lr: float | None = Field(None, gt=0, allow_inf_nan=False)
     scaling: Scaling | None = None
+
+    @field_validator("optimizer")
+    @classmethod
+    def _optimizer(cls, value: str | None) -> str | None:
+        return value if value is None else OptimizerPart._name(value)
 
     @property
     def centralized(self) -> bool:
@@ -232,13 +244,20 @@ class Spec(_Part):
             epochs=self.task.epochs,
             batch=self.task.batch,
             algorithm="allreduce" if method.centralized else method.algorithm or self.algorithm,
-            optimizer=Recipe(self.optimizer.name, lr, self.optimizer.options, self.optimizer.clip, self.optimizer.spare_norms),
+            optimizer=self._recipe(method, lr),
             learning_rate=LearningRate(lr, rate.made(), method.scaling or rate.scaling, rate.reference),
             seed=cell.seed,
             partition=self.task.partition,
             init="same" if method.centralized else self.task.init,
             backend=self.backend,
             profile_every=self.profile.every,
+            batch_norm=self.task.batch_norm,
+        )
+
+    def _recipe(self, method: MethodPart, lr: float) -> Recipe:
+        common = self.optimizer
+        return Recipe(
+            method.optimizer or common.name, lr, {**common.options, **method.options}, common.clip, common.spare_norms
         )
 
 
@@ -276,9 +295,9 @@ def parse(text: str, where: str = "spec") -> Spec:
         raise GossamerError(f"{where} is not valid TOML: {error}") from None
     spec = build(raw, where)
     try:
-        tasks.check(spec.task.name)
+        tasks.check(spec.task.name, spec.task.options)
     except GossamerError as error:
-        raise GossamerError(f"{where}: task.name: {error}") from None
+        raise GossamerError(f"{where}: {error}") from None
     return spec
 
 
