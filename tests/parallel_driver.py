@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import gossamer
 from gossamer import DecentralizedDataParallel, GossamerError, Recipe, Settings, Trainer, checkpoint, graphs, links
 from gossamer.tasks import Task
 
@@ -286,9 +287,12 @@ def every_elementwise_optimizer_of_torch_works(world):
         "ASGD",
         "Rprop",
         "Adafactor",
+        "AccumAdam",
+        "AccumAdamW",
     ):
         model = world.model()
-        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
+        kind = getattr(gossamer if name.startswith("Accum") else torch.optim, name)
+        optimizer = kind(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=20, cycle_momentum=False)
         model.gossip(optimizer)
         for step in range(3):
@@ -866,7 +870,9 @@ def state_has_the_bare_modules_keys_also_inside_a_larger_module(world):
 def a_checkpoint_goes_on_bit_for_bit(world):
     def make():
         model = world.model(norm(), "one-peer-exponential")
-        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        # Saved after 3, 6 and 9 steps, which is inside AccumAdamW's windows of four.
+        kind = gossamer.AccumAdamW if world.size == 2 else torch.optim.AdamW
+        optimizer = kind(model.parameters(), 0.01)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
         model.gossip(optimizer, profile_every=2)
         return model, optimizer, scheduler

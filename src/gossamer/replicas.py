@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from gossamer import seeds
+from gossamer import decay, seeds
 from gossamer.backends import Backend, Batch, Loss, choose
 from gossamer.blocks import Block, check_parameters
 from gossamer.errors import GossamerError
 
 Across = Callable[[Tensor], Tensor]
-_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
 class Replicas:
@@ -54,11 +53,10 @@ class Replicas:
         self.template = self._built(build, 0 if init == "same" else first).to(self.device)
         self._params = dict(self.template.named_parameters())
         trainable = {name: p for name, p in self._params.items() if p.requires_grad}
-        norms = {id(p) for m in self.template.modules() if isinstance(m, _NORMS) for p in m.parameters(recurse=False)}
+        spared = decay.spared(self.template)
         by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter, bool]]] = {}
         for name, p in trainable.items():
-            spared = p.ndim <= 1 or id(p) in norms or name.rpartition(".")[2].startswith("bias")
-            by_dtype.setdefault(p.dtype, []).append((name, p, spared))
+            by_dtype.setdefault(p.dtype, []).append((name, p, name in spared))
         self.blocks = [Block(named, r, self.device) for named in by_dtype.values()]
         self._trainable = [[trainable[slot.name] for slot in block.slots] for block in self.blocks]
         places = {slot.name: (block, k) for block in self.blocks for k, slot in enumerate(block.slots)}
