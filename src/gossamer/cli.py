@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gossamer import graphs, picture
-from gossamer.apps import tasks
+from gossamer.apps import data_cli, tasks
 from gossamer.dbench import compare as comparing
 from gossamer.dbench import report as reporting
 from gossamer.dbench.results import as_csv, results
@@ -172,6 +172,7 @@ def tasks_command() -> None:
     typer.echo("\n".join(tasks.names()))
 
 
+app.add_typer(data_cli.app, name="data")
 lab_app = typer.Typer(help="Several hosts with limited links, on this one Linux machine.", no_args_is_help=True)
 app.add_typer(lab_app, name="lab")
 

@@ -114,4 +114,32 @@ WIKITEXT2 = Dataset(
     archives=(Archive("https://wikitext.smerity.com/wikitext-2-v1.zip", "542ccefacc6c27f945fb54453812b3cd", "zip"),),
     advice="get it with: gossamer data get wikitext2",
 )
-ALL: Sequence[Dataset] = (DIGITS, FASHION_MNIST, CIFAR10, WIKITEXT2)
+TEXT = Dataset(
+    name="text",
+    title="Plain text",
+    size="any UTF-8 text",
+    licence="yours",
+    marks=("train.txt", "*.txt"),
+    archives=(),
+    advice="it is yours to bring: put .txt files into one of these folders, or name a file or folder in the spec (task.data)",
+)
+IMAGENET = Dataset(
+    name="imagenet",
+    title="ImageNet-1K",
+    size="1,281,167 + 50,000 images, 145 GB",
+    licence="for research, under the terms of image-net.org",
+    marks=("train",),
+    archives=(),
+    advice=(
+        "there is no free download: register at image-net.org, take the ILSVRC 2012 train and validation archives, and unpack them "
+        "as train/n01440764/*.JPEG and val/n01440764/*.JPEG"
+    ),
+)
+ALL: Sequence[Dataset] = (DIGITS, FASHION_MNIST, CIFAR10, WIKITEXT2, TEXT, IMAGENET)
+
+
+def named(name: str) -> Dataset:
+    found = next((dataset for dataset in ALL if dataset.name == name), None)
+    if found is None:
+        raise GossamerError(f"there is no data set {name!r}; known are {', '.join(dataset.name for dataset in ALL)}")
+    return found
