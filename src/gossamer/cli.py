@@ -168,8 +168,11 @@ def graph_command(
 
 @app.command("tasks")
 def tasks_command() -> None:
-    """List the tasks that a spec can name."""
-    typer.echo("\n".join(tasks.names()))
+    """List the tasks that a spec can name, with their options and what these are by default."""
+    for name in tasks.names():
+        options = ", ".join(f"{key} = {json.dumps(value)}" for key, value in tasks.defaults(name).items() if value is not None)
+        typer.echo(f"{name:<22}{options}")
+    typer.echo("Of all: train and test, the number of samples (or tokens) to use. In a spec: [task] options = { … }")
 
 
 app.add_typer(data_cli.app, name="data")

@@ -24,7 +24,6 @@ class Metric:
     higher_is_better: bool = True
     through: Literal["mean", "exp"] = "mean"
     batch: int = 2048  # samples at a time
-    before: Callable[[nn.Module], object] | None = None  # is done first: forget the state that a model carries over, say
 
     def of(self, model: nn.Module, data: Source | Batch, most: int | None = None) -> float:
         """The metric of one model, which is in evaluation mode, over ``data`` (its first ``most`` samples)."""
@@ -40,8 +39,7 @@ class Metric:
         return mean if self.through == "mean" else math.exp(min(mean, 700.0))
 
     def scores(self, model: nn.Module, data: Source, most: int | None) -> Iterator[Tensor]:
-        if self.before is not None:
-            self.before(model)
+        """Part by part. A model that carries a state from one part to the next has a metric with its own way of doing this."""
         for part in data.parts(self.batch, most):
             yield self.score(model, *part)
 

@@ -180,7 +180,7 @@ class _Context:
 
     def made_task(self) -> Task:
         named = self.spec.task
-        return self.task or tasks.make(named.name, Path(named.data) if named.data else None, named.options)
+        return self.task or tasks.make(named.name, Path(named.data) if named.data else None, named.options, named.batch)
 
 
 def _choose_backends(store: Store, spec: Spec, task: Task, pending: list[Cell], device: str, display: Display) -> None:
