@@ -17,7 +17,7 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from gossamer import decay, seeds
 from gossamer.backends import Backend, Batch, Loss, choose
-from gossamer.blocks import Block, check_parameters
+from gossamer.blocks import Block, check_parameters, local_buffers
 from gossamer.errors import GossamerError
 
 Across = Callable[[Tensor], Tensor]
@@ -217,15 +217,16 @@ class Replicas:
             self.template.train(was_training)
 
     def mean_state(self, across: Across = lambda row: row) -> dict[str, Tensor]:
-        """Parameters and floating-point buffers averaged over the rows; other buffers are the first replica's. ``across``: the
-        mean of a flat tensor over processes, if there are several."""
+        """Parameters and floating-point buffers averaged over the rows; other buffers, and those that a module declares as
+        ``local_buffers``, are the first replica's. ``across``: the mean of a flat tensor over processes, if there are several."""
         state = dict(self.frozen)
+        local = local_buffers(self.template)
         for block in self.blocks:
             mean = across(block.x.mean(dim=0))
             for slot in block.slots:
                 state[slot.name] = mean.as_strided(slot.shape, slot.strides, slot.start)
         for name, stacked in self.buffers.items():
-            if stacked.is_floating_point():
+            if stacked.is_floating_point() and name not in local:
                 mean = stacked.mean(dim=0)
                 state[name] = across(mean.flatten()).reshape(mean.shape)
             else:
