@@ -48,7 +48,9 @@ def many(folder: Path | None, repeats: int) -> list[bool]:
     def steps(trainer: Trainer) -> None:
         trainer.run(until=trainer.step + _STEPS)
 
-    times = interleaved({"96 replicas": lambda: steps(replicas), "one shared model": lambda: steps(shared)}, repeats, "ResNet-8")
+    times = interleaved(
+        {"96 replicas": lambda: steps(replicas), "one shared model": lambda: steps(shared)}, repeats, "ResNet-8"
+    )
     table = Table("", "ms per step of 384 images", title=f"ResNet-8 on CIFAR-10, backend {replicas.replicas.backend}")
     for name, milliseconds in times.items():
         table.add_row(name, f"{milliseconds / _STEPS:.0f}")

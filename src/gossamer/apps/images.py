@@ -12,7 +12,8 @@ from gossamer.sources import Draw, Source
 
 
 class Images(Source):
-    """``pixels`` are ``[samples, channels, height, width]`` bytes. ``crop`` is how far a training image may be shifted (0: not at all, and then it is not mirrored either)."""
+    """``pixels`` are ``[samples, channels, height, width]`` bytes. ``crop`` is how far a training image may be shifted (0: not at
+    all, and then it is not mirrored either)."""
 
     def __init__(self, pixels: Tensor, labels: Tensor, colours: Colours, crop: int = 0) -> None:
         if len(pixels) != len(labels):
