@@ -305,6 +305,31 @@ def every_elementwise_optimizer_of_torch_works(world):
         assert model.steps == 3
 
 
+@case(2)
+def decentralized_adam_mixes_parameters_and_keeps_moments(world):
+    """x <- W x - update(own gradient at the unmixed x), for each worker, here by hand for both of them."""
+    for kind, options in ((torch.optim.AdamW, {"betas": (0.974, 0.999)}), (gossamer.AccumAdamW, {"accum_iter": 3})):
+        model = world.model(graph="alternating-exponential-ring")  # two workers of one host: the mean
+        optimizer = kind(gossamer.decay_groups(model, 0.1), lr=0.01, **options)
+        model.gossip(optimizer)
+        both = [small(), small()]
+        optimizers = [kind(gossamer.decay_groups(m, 0.1), lr=0.01, **options) for m in both]
+        for step in range(7):
+            train(world, model, optimizer, 1, step)
+            for rank, (m, o) in enumerate(zip(both, optimizers, strict=True)):
+                o.zero_grad()
+                loss_of(m, world.batch(step, rank)).backward()
+            with torch.no_grad():
+                for pair in zip(*(m.parameters() for m in both), strict=True):
+                    mean = torch.stack(pair).mean(0)
+                    for p in pair:
+                        p.copy_(mean)
+            for o in optimizers:
+                o.step()
+        close(world.rows(model), torch.stack([flat(m) for m in both]), 1e-6)
+        assert (flat(both[0]) != flat(both[1])).any()
+
+
 @case(2, 3)
 def accumulated_gradients_count_as_one_step(world):
     for local_steps in (1, 2):
@@ -661,6 +686,44 @@ def batch_norm_statistics_are_estimated_anew(world):
         close(model.module.norm.running_mean, world.gather(inner).mean(0), 1e-6)
         assert model.training
     assert torch.equal(model.module.norm.running_mean, own)
+
+
+class Remembering(nn.Module):
+    """Keeps its last output, which is nobody else's."""
+
+    local_buffers = frozenset({"last"})
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(6, 3), nn.BatchNorm1d(3)
+        self.register_buffer("last", torch.zeros(4, 3))
+
+    def forward(self, x):
+        y = self.norm(self.inner(x)) + 0.1 * self.last.clone()
+        if self.training:
+            self.last.copy_(y.detach())
+        return y
+
+
+@case(2)
+def local_buffers_stay_each_workers_own(world):
+    torch.manual_seed(0)
+    model = world.model(Remembering(), graph="one-peer-exponential")
+    optimizer = gossamer.AccumAdam(model.parameters(), 0.1)
+    model.gossip(optimizer)
+    train(world, model, optimizer, 3)
+    own = model.module.last.clone()
+    assert not world.same(own)
+    mean = world.gather(model.module.norm.running_mean).mean(0)
+    with model.consensus():
+        assert torch.equal(model.module.last, own)
+        close(model.module.norm.running_mean, mean)
+    with model.consensus(reestimate=[world.batch(50)[0]]):  # runs it in training mode, which must not reach what is kept
+        assert not torch.equal(model.module.last, own)
+    assert torch.equal(model.module.last, own)
+    model.average_()
+    assert torch.equal(model.module.last, own)
+    assert world.same(model.module.norm.running_mean)
 
 
 @case(2)

@@ -113,14 +113,14 @@ def test_starts():
     """Usual initialisations: signals neither vanish nor explode."""
     torch.manual_seed(0)
     he = CifarResNet(20).blocks[8].conv2.weight
-    assert float(he.std()) == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.03)
+    assert he.std().item() == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.03)
     gpt = GPT()
-    assert float(gpt.layers[0].up.weight.std()) == pytest.approx(0.02, rel=0.05)
-    assert float(gpt.layers[0].down.weight.std()) == pytest.approx(0.02 / 8**0.5, rel=0.05)
+    assert gpt.layers[0].up.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert gpt.layers[0].down.weight.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.05)
     assert gpt.out.weight is gpt.embed.weight
     tokens = torch.randint(0, 256, (4, 64))
     loss = F.cross_entropy(gpt(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-    assert float(loss) == pytest.approx(5.545, abs=0.1)  # log 256: it knows nothing yet
+    assert loss.item() == pytest.approx(5.545, abs=0.1)  # log 256: it knows nothing yet
 
 
 def test_gpt_looks_at_the_past_only():
@@ -131,6 +131,12 @@ def test_gpt_looks_at_the_past_only():
     torch.testing.assert_close(gpt(a)[:, :7], gpt(b)[:, :7])
     assert not torch.allclose(gpt(a)[:, 7:], gpt(b)[:, 7:])
     assert gpt(a[:, :5]).shape == (3, 5, 50)
+
+
+def test_attention_written_out_is_torchs():
+    attention = GPT().layers[0].attention
+    q, k, v = torch.randn(3, 2, 4, 20, 16).double()
+    torch.testing.assert_close(attention.attend(q, k, v, True), attention.attend(q, k, v, False))
 
 
 # --- As replicas -----------------------------------------------------------------------------------------------------------
@@ -165,10 +171,12 @@ REPLICATED = {
     "lstm": (lambda: WordLSTM(30, 6, 5, batch=4), texts(30)),
     "lstm-tied": (lambda: WordLSTM(30, 6, 6, tied=True, batch=4), texts(30)),
     "gpt": (lambda: GPT(SMALL_GPT), texts(20)),
+    "gpt-long": (lambda: GPT(GPTShape(20, 130, 1, 2, 4)), texts(20, 130)),
     "gpt-no-bias": (lambda: GPT(GPTShape(20, 6, 1, 2, 8, bias=False, tied=False)), texts(20)),
 }
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", REPLICATED)
 def test_every_backend_computes_the_loops_gradients(name):
     build, data = REPLICATED[name]
