@@ -8,6 +8,7 @@ import sqlite3
 from dataclasses import replace
 
 import pytest
+import torch
 from rich.console import Console
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
@@ -16,11 +17,14 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 from torch.nn.functional import cross_entropy
 
+from gossamer.apps import data
 from gossamer.dbench import analysis, bench, compare
+from gossamer.dbench import partition as partitions
 from gossamer.dbench import spec as specs
 from gossamer.dbench.report import write
 from gossamer.dbench.store import FILE, Store
-from gossamer.tasks import Metric
+from gossamer.sampling import sampler
+from gossamer.tasks import Metric, Task
 from tests.models import Cnn, task
 
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
@@ -201,3 +205,85 @@ def test_lower_is_better_everywhere(tmp_path):
     console = Console(width=200, file=io.StringIO())
     console.print(compare.table(Store(tmp_path / "a" / FILE), Store(tmp_path / "b" / FILE)))
     assert console.file.getvalue().count("differs: B is better") == 3
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory):
+    """The same data under three partitions."""
+    made = {}
+    for partition in ("dirichlet:alpha=0.3", "shards", "reshuffled"):
+        raw = {
+            "name": partition,
+            "replicas": [4, 11],
+            "methods": ["ring"],
+            "seeds": [3, 4],
+            "backend": "tape",
+            "task": {"name": "digits/mlp", "epochs": 1, "batch": 16, "partition": partition},
+        }
+        made[partition] = tmp_path_factory.mktemp("divided")
+        bench(specs.build(raw), made[partition], jobs=1, quiet=True)
+        write(made[partition])
+    return made
+
+
+def counted(partition, n):
+    """Samples of each label on each replica, one by one."""
+    train, _ = data.digits()
+    table = [[0] * n for _ in range(10)]
+    for i, shard in enumerate(sampler(partition, train, n, 16, 3).shards):
+        for sample in shard.tolist():
+            table[int(train[1][sample])][i] += 1
+    return table
+
+
+@pytest.mark.parametrize("partition", ["dirichlet:alpha=0.3", "shards"])
+def test_the_split_is_counted_and_kept_in_the_store(divided, partition):
+    store = Store(divided[partition] / FILE)
+    kept = partitions.kept(store)
+    assert (kept.name, kept.seed, kept.distinct, kept.labels) == (partition, 3, 10, [str(k) for k in range(10)])
+    for n in (4, 11):
+        assert kept.counts[n] == counted(partition, n)
+        assert kept.kinds[n] == [sum(row[i] > 0 for row in kept.counts[n]) for i in range(n)]
+        assert sum(map(sum, kept.counts[n])) == 1437
+    sizes = [sum(row[i] for row in kept.counts[11]) for i in range(11)]
+    text = (divided[partition] / "report.html").read_text()
+    assert f"at n=11, seed 3, a replica holds {min(sizes)} to {max(sizes)} samples (mean 131)" in text
+
+
+def test_many_labels_are_put_together():
+    task = Task(
+        "many", lambda: torch.nn.Linear(1, 1), (torch.zeros(1200, 1), torch.arange(1200) % 250), (torch.zeros(1, 1),) * 2
+    )
+    raw = {"name": "x", "replicas": [5], "methods": ["ring"], "task": {"name": "digits/mlp", "epochs": 1, "batch": 1, "partition": "shards"}}  # fmt: skip
+    made = partitions.split(specs.build(raw), task)
+    assert len(made.labels) == len(made.counts[5]) == 84
+    assert (made.labels[0], made.labels[-1], made.distinct) == ("0–2", "249", 250)
+    assert sum(map(sum, made.counts[5])) == 1200
+    assert max(made.kinds[5]) <= 240
+    unlabelled = Task("none", lambda: torch.nn.Linear(1, 1), (torch.zeros(1200, 1),), (torch.zeros(1, 1),))
+    assert partitions.split(specs.build(raw), unlabelled) is None
+
+
+def test_without_a_split_there_is_nothing_to_draw(divided):
+    assert partitions.kept(Store(divided["reshuffled"] / FILE)) is None
+    text = (divided["reshuffled"] / "report.html").read_text()
+    assert "split for good" not in text
+    assert '"id":"partition"' not in text
+
+
+@needs_browser
+def test_the_split_is_drawn(browser, divided):
+    open_page(browser, divided["dirichlet:alpha=0.3"])
+    assert [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
+    table = counted("dirichlet:alpha=0.3", 11)
+    sizes = [sum(row[i] for row in table) for i in range(11)]
+    x, y, z = plotted(browser, "partition")["heatmap"]
+    assert (x, y) == (list(range(11)), [str(k) for k in range(10)])
+    assert any(v is None for row in z for v in row)
+    for row, counts in zip(z, table, strict=True):
+        assert [v or 0 for v in row] == pytest.approx([c / size for c, size in zip(counts, sizes, strict=True)], rel=1e-4)
+    section = browser.find_element(By.ID, "partition").find_element(By.XPATH, "..")
+    choices = [Select(box) for box in section.find_elements(By.TAG_NAME, "select")]
+    choices[0].select_by_visible_text("4")
+    choices[1].select_by_visible_text("samples")
+    assert [[v or 0 for v in row] for row in plotted(browser, "partition")["heatmap"][2]] == counted("dirichlet:alpha=0.3", 4)

@@ -45,7 +45,7 @@ def crop_flip(images: Tensor, seed: int, step: int, first: int, padding: int = 4
     columns = right[..., None] + torch.where(mirrored[..., None] == 1, columns.flip(0), columns)
     padded = F.pad(images, (padding,) * 4)
     where = rows[..., :, None] * padded.shape[-1] + columns[..., None, :]
-    index = where.view(r, b, 1, -1).expand(-1, -1, images.shape[2], -1)
+    index = where.view(r, b, 1, height * width).expand(-1, -1, images.shape[2], -1)
     return padded.flatten(3).gather(3, index).view_as(images)
 
 

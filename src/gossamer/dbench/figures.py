@@ -15,6 +15,7 @@ import numpy as np
 
 from gossamer.dbench import analysis
 from gossamer.dbench.analysis import RunData
+from gossamer.dbench.partition import Partition
 from gossamer.profile import MEASURES
 
 # Okabe and Ito's colours, which most people can tell apart, on white and on black.
@@ -42,7 +43,7 @@ class Figure:
     variants: list[dict[str, Any]]
 
 
-def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool) -> list[Figure]:
+def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool, partition: Partition | None = None) -> list[Figure]:
     sizes = [str(n) for n in reversed(analysis.scales(runs))]  # the largest first: it is what is shown at the start
     colour = {m: _COLOURS[k % len(_COLOURS)] for k, m in enumerate(analysis.methods(runs))}
     measures = [_NAMES[m] for m in MEASURES]
@@ -130,6 +131,18 @@ def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool) -> lis
                 scale,
                 lambda n: _degree(runs, int(n), colour),
                 Axes("epoch", "connections per replica", ylog=True),
+            )
+        )
+    if partition is not None:
+        made.append(
+            _figure(
+                "partition",
+                "Labels of each replica",
+                f"What each replica holds for good ({partition.name}, seed {partition.seed}): the share of each label in "
+                "its samples, or their number. Blank: none.",
+                {"replicas": sizes, "show": ["share", "samples"]},
+                lambda n, show: _partition(partition, int(n), show),
+                Axes("replica", "label", names=True),
             )
         )
     return made
@@ -294,5 +307,22 @@ def _tensors(runs: Sequence[RunData], method: str, n: int) -> list[Trace]:
             "z": [[None if not math.isfinite(v) else round(float(v), 2) for v in row] for row in z],
             "colorscale": "Viridis",
             "colorbar": {"title": {"text": "log10"}, "thickness": 12},
+        }
+    ]
+
+
+def _partition(partition: Partition, n: int, show: str) -> list[Trace]:
+    counts = np.array(partition.counts[n], dtype=float)
+    values = counts / counts.sum(axis=0) if show == "share" else counts
+    return [
+        {
+            "type": "heatmap",
+            "x": list(range(n)),
+            "y": partition.labels,
+            "z": [_list(row) for row in np.where(counts > 0, values, np.nan)],
+            "zmin": 0,
+            "zmax": 1 if show == "share" else float(counts.max()),
+            "colorscale": "Viridis",
+            "colorbar": {"title": {"text": show}, "thickness": 12},
         }
     ]

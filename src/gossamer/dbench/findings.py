@@ -7,12 +7,15 @@ from collections.abc import Sequence
 
 from gossamer.dbench import analysis
 from gossamer.dbench.analysis import Estimate, RunData
+from gossamer.dbench.partition import Partition, sentence
 from gossamer.dbench.spec import CENTRALIZED, Spec
 
 _ENOUGH = 5  # with 3 or 4 methods ρ takes so few values that seeds agree by chance, and intervals come out too narrow
 
 
-def findings(runs: Sequence[RunData], spec: Spec, metric: str, higher_is_better: bool) -> list[str]:
+def findings(
+    runs: Sequence[RunData], spec: Spec, metric: str, higher_is_better: bool, partition: Partition | None = None
+) -> list[str]:
     if not runs:
         return ["No run is finished yet."]
     n = analysis.scales(runs)[-1]
@@ -21,6 +24,8 @@ def findings(runs: Sequence[RunData], spec: Spec, metric: str, higher_is_better:
     found += _scale(runs, metric)
     found += _correlations(runs, n, metric, higher_is_better)
     found += _early_and_late(runs, n)
+    if partition is not None:
+        found.append(sentence(partition, n))
     if any(r.centralized for r in runs):
         found.append("Centralized training keeps all replicas equal: its dispersion is exactly 0, so it is not ranked.")
     if spec.target is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from plotly.offline import get_plotlyjs
 
 from gossamer import graphs, picture
-from gossamer.dbench import analysis
+from gossamer.dbench import analysis, partition
 from gossamer.dbench.analysis import Final, RunData
 from gossamer.dbench.figures import figures
 from gossamer.dbench.findings import findings, shown
@@ -48,14 +48,15 @@ def page(store: Store, runs: Sequence[RunData]) -> str:
     spec = store.spec()
     metric = store.meta("metric")
     name, higher = metric["name"], metric["higher_is_better"]
-    drawn = [asdict(figure) for figure in figures(runs, name, higher)]
+    split = partition.kept(store)
+    drawn = [asdict(figure) for figure in figures(runs, name, higher, split)]
     left = sum(run.status not in FINISHED for run in store.runs())
     parts = {
         "TITLE": html.escape(f"DBench: {spec.name}"),
         "DESCRIPTION": html.escape(spec.description),
         "UNFINISHED": f"<p class='note'>{left} runs are not finished; this report shows the others.</p>" if left else "",
         "TABLE": _table(runs, name, higher, _statistics(store, spec)),
-        "FINDINGS": "".join(f"<li>{html.escape(sentence)}</li>" for sentence in findings(runs, spec, name, higher)),
+        "FINDINGS": "".join(f"<li>{html.escape(sentence)}</li>" for sentence in findings(runs, spec, name, higher, split)),
         "ADA": _pictures(runs),
         "SPEC": html.escape(_spec(spec)),
         "MACHINE": _machine(runs),

@@ -25,7 +25,7 @@ from torch import nn
 
 from gossamer import batch_norm
 from gossamer.apps import tasks
-from gossamer.dbench import machine
+from gossamer.dbench import machine, partition
 from gossamer.dbench.cell import Book, backend_key, book, run_cell, trainer_for
 from gossamer.dbench.display import Display
 from gossamer.dbench.spec import Cell, Spec
@@ -97,6 +97,7 @@ def _open(context: _Context, task: Task) -> tuple[Store, list[Run], list[Cell]]:
     store = Store.create(context.out / FILE, context.spec, (task.metric.name, task.metric.higher_is_better), shapes)
     if store.meta("batch_norm_layers") is None:
         store.set_meta("batch_norm_layers", len(batch_norm.layers(model)))
+    partition.keep(store, context.spec, task)
     runs = store.runs()
     return store, runs, [Cell(r.method, r.replicas, r.seed) for r in runs if r.status not in FINISHED]
 

@@ -49,6 +49,12 @@ class ImageFolder:
         pixels = torch.from_numpy(self._decoders.decode(jobs, self.size))
         return normalised(pixels, IMAGENET).reshape(*index.shape, 3, self.size, self.size), self.labels[index]
 
+    def __enter__(self) -> ImageFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """End the processes that decode. Taking more starts new ones."""
         self._decoders.close()
