@@ -95,15 +95,6 @@ def test_unknown_words_need_no_unk_in_train(tmp_path):
     assert corpus.valid.max() == 4
 
 
-def test_streams_are_read_side_by_side():
-    made = data.streams(torch.arange(11), 3)
-    assert made.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    assert data.streams(torch.arange(5), 5).shape == (5, 1)
-    for count in (0, 12):
-        with pytest.raises(GossamerError, match="11 words do not make"):
-            data.streams(torch.arange(11), count)
-
-
 def test_plain_text(tmp_path):
     (tmp_path / "b.txt").write_text("bé" * 100)
     (tmp_path / "a.txt").write_text("a" * 100)

@@ -9,7 +9,7 @@ from gossamer.apps.data.files import Pair
 from gossamer.apps.data.idx import fashion_mnist, read_idx
 from gossamer.apps.data.images import ImageFolder, imagenet
 from gossamer.apps.data.plaintext import plain_text
-from gossamer.apps.data.words import Corpus, streams, wikitext2
+from gossamer.apps.data.words import Corpus, wikitext2
 
 __all__ = [
     "CIFAR10_CLASSES",
@@ -22,6 +22,5 @@ __all__ = [
     "imagenet",
     "plain_text",
     "read_idx",
-    "streams",
     "wikitext2",
 ]

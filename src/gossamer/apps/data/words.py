@@ -49,14 +49,6 @@ def wikitext2(folder: Path | None = None, counts: Mapping[str, int] | None = OFF
     return Corpus(tuple(numbers), *tensors)
 
 
-def streams(tokens: Tensor, count: int) -> Tensor:
-    """``[count, length]``: the text cut into ``count`` pieces of equal length that are read side by side. A rest is left out."""
-    if not 1 <= count <= len(tokens):
-        raise GossamerError(f"{len(tokens)} words do not make {count} streams; use 1 to {len(tokens)}")
-    length = len(tokens) // count
-    return tokens[: count * length].view(count, length)
-
-
 def _words(path: Path) -> list[str]:
     text = read_text(path)
     if not text.endswith("\n"):
