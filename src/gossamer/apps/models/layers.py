@@ -1,10 +1,11 @@
-"""What the convolutional models share: norm layers by name, and He's initialisation."""
+"""What the models share: norm layers by name, He's initialisation, and whether vmap is at work."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
 
@@ -30,3 +31,9 @@ def he_(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, nn.Conv2d):
             nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
+
+
+def under_vmap(x: Tensor) -> bool:
+    """Whether many replicas run at once. Some of torch's kernels (LSTM, attention) vmap can't run, or only one replica at a
+    time; a model then writes out what they do. (Torch has no public way to ask.)"""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gossamer.apps.models.layers import under_vmap
 from gossamer.errors import GossamerError
 
 State = tuple[Tensor, Tensor]  # h and c, each [layers, batch, hidden]
@@ -24,8 +25,8 @@ class WordLSTM(nn.Module):
     In evaluation mode each call starts from zeros and leaves nothing. To evaluate a long text window by window use
     :meth:`read`, which takes the state and gives the new one.
 
-    The cell is written out in matrix products instead of calling ``nn.LSTM``'s kernel (whose parameters it has): so it runs
-    under all backends of ``Replicas``, and on a CPU it is the faster one.
+    One replica at a time runs through torch's own LSTM. For many at once (the backends vmap and tape of ``Replicas``), where
+    that can't run or is slow, the cell is written out in matrix products.
     """
 
     local_buffers: ClassVar[frozenset[str]] = frozenset({"h", "c"})
@@ -47,7 +48,7 @@ class WordLSTM(nn.Module):
             )
         self.dropout, self.batch = dropout, batch
         self.embed = nn.Embedding(vocabulary, embedding)
-        self.lstm = nn.LSTM(embedding, hidden, layers)  # keeps the parameters, with their usual names and start
+        self.lstm = nn.LSTM(embedding, hidden, layers, dropout=dropout if layers > 1 else 0.0, batch_first=True)
         self.out = nn.Linear(hidden, vocabulary)
         nn.init.uniform_(self.embed.weight, -0.1, 0.1)
         nn.init.uniform_(self.out.weight, -0.1, 0.1)
@@ -83,13 +84,19 @@ class WordLSTM(nn.Module):
         if state is None:
             zeros = x.new_zeros(self.lstm.num_layers, tokens.shape[0], self.lstm.hidden_size)
             state = zeros, zeros
+        x, state = self.written_out(x, state) if under_vmap(x) else self.lstm(x, state)
+        return self.out(F.dropout(x, self.dropout, self.training)), state
+
+    def written_out(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """What ``self.lstm(x, state)`` does."""
         last: list[State] = []
         for layer in range(self.lstm.num_layers):
             x, end = self._layer(layer, x, state[0][layer], state[1][layer])
-            x = F.dropout(x, self.dropout, self.training)
             last.append(end)
+            if layer < self.lstm.num_layers - 1:
+                x = F.dropout(x, self.dropout, self.training)
         h, c = (torch.stack(parts) for parts in zip(*last, strict=True))
-        return self.out(x), (h, c)
+        return x, (h, c)
 
     def _layer(self, layer: int, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, State]:
         """One layer over the whole window, ``[batch, window, …]``."""
