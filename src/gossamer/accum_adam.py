@@ -20,7 +20,7 @@ from torch.optim.optimizer import ParamsT
 
 from gossamer.errors import GossamerError
 
-_TOGETHER = 1 << 18  # elements that go through all operations at a time on a CPU, so that temporaries stay in its cache
+_TOGETHER = 1 << 19  # elements that go through all operations at a time on a CPU, so that temporaries stay in its cache
 _STATE = {"step", "exp_avg", "exp_avg_sq", "accum"}  # t, m̂ and v̂ of the completed windows, b of the present one
 _REFUSED = ("amsgrad", "capturable", "differentiable", "fused")
 
