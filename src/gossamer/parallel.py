@@ -61,7 +61,7 @@ class DecentralizedDataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        graph: str | Graph | Schedule = "one-peer-exponential",
+        graph: str | Graph | Schedule = "auto",
         *,
         order: Order = "awc",
         local_steps: int = 1,
@@ -517,10 +517,14 @@ class DecentralizedDataParallel(nn.Module):
 
 
 def _per_host(graph: str | Graph | Schedule) -> str | Graph | Schedule:
-    """A graph over hosts takes the number of workers per host from torchrun, if it is not told."""
-    hosts = ("alternating-exponential-ring", "hierarchical")
-    local = os.environ.get("LOCAL_WORLD_SIZE")
-    if isinstance(graph, str) and graph.replace("_", "-") in hosts and local:
+    """What torchrun says about hosts decides what ``auto`` is; a graph over hosts takes the workers per host from there too."""
+    n, local = (int(os.environ.get(key) or 1) for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if graph == "auto":
+        hosts, rest = divmod(n, local)
+        over_hosts = local > 1 and hosts > 1 and not rest and not hosts & (hosts - 1)
+        graph = "alternating-exponential-ring" if over_hosts else "one-peer-exponential"
+    hosts_known = ("alternating-exponential-ring", "hierarchical")
+    if isinstance(graph, str) and graph.replace("_", "-") in hosts_known and "LOCAL_WORLD_SIZE" in os.environ:
         return f"{graph}:per_node={local}"
     return graph
 
