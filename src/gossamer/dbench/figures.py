@@ -50,6 +50,7 @@ def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool, partit
     key = dict(zip(measures, MEASURES, strict=True))
     ranked = [m for m in analysis.methods(runs) if any(len(r.steps) for r in analysis.select(runs, m))]
     scale: dict[str, list[str]] = {"replicas": sizes}
+    epochs = max((len(r.epochs) for r in runs), default=0)
     by_measure = {"replicas": sizes, "measure": measures}
     # What is better lower (perplexity, loss) is above 0 and spans decades.
     on_y: dict[str, Any] = {"y": metric} if higher_is_better else {"y": f"{metric} (lower is better)", "ylog": True}
@@ -60,7 +61,7 @@ def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool, partit
             "Averaged model on test data, mean over seeds.",
             scale,
             lambda n: _by_epoch(runs, int(n), colour),
-            Axes("epoch", **on_y),
+            Axes("epoch", whole=epochs, **on_y),
         ),
         _figure(
             "connections",
@@ -71,14 +72,6 @@ def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool, partit
             Axes("connections per replica and step", xlog=True, **on_y),
         ),
         _figure(
-            "scale",
-            f"Final {metric} against scale",
-            "Mean over seeds; bars are 95 % intervals.",
-            {},
-            lambda: _against_scale(runs, colour),
-            Axes("replicas", **on_y),
-        ),
-        _figure(
             "bytes",
             f"{metric.capitalize()} against bytes",
             "What each replica has received when each has its own worker; mean over seeds.",
@@ -87,6 +80,18 @@ def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool, partit
             Axes("MB per replica", **on_y),
         ),
     ]
+    if len(sizes) > 1:
+        made.insert(
+            2,
+            _figure(
+                "scale",
+                f"Final {metric} against scale",
+                "Mean over seeds; bars are 95 % intervals.",
+                {},
+                lambda: _against_scale(runs, colour),
+                Axes("replicas", **on_y),
+            ),
+        )
     if ranked:
         made += [
             _figure(
@@ -130,7 +135,7 @@ def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool, partit
                 "How the graph thins out: connections of a replica, averaged over the steps of each epoch.",
                 scale,
                 lambda n: _degree(runs, int(n), colour),
-                Axes("epoch", "connections per replica", ylog=True),
+                Axes("epoch", "connections per replica", ylog=True, whole=epochs),
             )
         )
     if partition is not None:
@@ -155,13 +160,18 @@ class Axes:
     xlog: bool = False
     ylog: bool = False
     names: bool = False  # the y axis has names, not numbers
+    whole: int = 0  # x counts up to this number: ticks are whole numbers
 
 
 def _figure(
     id: str, title: str, caption: str, selectors: dict[str, list[str]], traces: Callable[..., list[Trace]], axes: Axes
 ) -> Figure:
     layout = {
-        "xaxis": {"title": {"text": axes.x}, "type": "log" if axes.xlog else "linear"},
+        "xaxis": {
+            "title": {"text": axes.x},
+            "type": "log" if axes.xlog else "linear",
+            **({"tick0": 0, "dtick": -(-axes.whole // 10)} if axes.whole else {}),
+        },
         "yaxis": {
             "title": {"text": axes.y},
             "type": "category" if axes.names else "log" if axes.ylog else "linear",
