@@ -16,6 +16,7 @@ from gossamer.algorithms import algorithm
 from gossamer.apps import tasks
 from gossamer.backends import Backend
 from gossamer.errors import GossamerError
+from gossamer.faults import explain
 from gossamer.learning_rates import Constant, InverseSqrt, LearningRate, Scaling, Shape, StepDecay, WarmupCosine
 from gossamer.optim import Recipe
 from gossamer.sampling import check_dirichlet
@@ -287,7 +288,7 @@ def build(raw: Mapping[str, Any], where: str = "spec") -> Spec:
     try:
         spec = Spec.model_validate(raw)
     except ValidationError as error:
-        raise GossamerError(f"{where}: " + "; ".join(_explain(fault) for fault in error.errors()[:5])) from None
+        raise GossamerError(f"{where}: " + "; ".join(explain(fault, Spec, _PARTS) for fault in error.errors()[:5])) from None
     spec.check()
     return spec
 
@@ -300,21 +301,6 @@ _PARTS: dict[str, type[BaseModel]] = {
     "target": TargetPart,
     "methods": MethodPart,
 }
-
-
-def _explain(fault: Any) -> str:
-    """One of pydantic's errors as: which key, what is wrong, what would be right."""
-    key = ".".join(str(part) for part in fault["loc"])
-    if fault["type"] == "extra_forbidden":
-        owner = _PARTS.get(str(fault["loc"][0]), Spec) if len(fault["loc"]) > 1 else Spec
-        near = difflib.get_close_matches(str(fault["loc"][-1]), list(owner.model_fields), n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(owner.model_fields)}"
-        return f"{key} is not a known key; {hint}"
-    if fault["type"] == "missing":
-        return f"{key} is missing"
-    message = str(fault["msg"]).removeprefix("Value error, ").replace("\n", " ")
-    given = "" if fault["type"] == "value_error" else f" (it is {fault['input']!r:.60})".replace("\n", " ")
-    return f"{key}: {message}{given}" if key else message
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
