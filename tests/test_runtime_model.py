@@ -98,7 +98,12 @@ PAIR = {"hosts": 2, "gbit": 1.0}
         # Buckets: 4 MB after half of backward, as 1 MB is the first one's size, and the other 4 MB. 20 + 20 + 32, + 32, + 10
         (DDP(), 40 + 32 + 32 + 10),
         (DDP(bucket_mb=25), 60 + 64 + 10),
-        (StochasticGradientPush(overhead=0.005), 64 + 10 + 5),
+        # One bucket. It sets out after the first step's 75 (70) and is waited for before the next one's update, 64 later, 60 of
+        # them hidden; nothing comes after the last one.
+        (StochasticGradientPush(overhead=0.005), (75 + 39 * 79 + 64) / 40),
+        (DecentDP("hypercube"), (70 + 39 * 74 + 64) / 40),
+        # Two: 4 MB after half of backward (45, with half of the update), and 4 MB at 70. Each is 32 ms on its way: all hidden.
+        (DecentDP("hypercube", bucket_mb=3), (40 * 70 + 32) / 40),
     ],
     ids=lambda v: getattr(v, "label", ""),
 )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
+from gossamer.graphs import Graph
+from gossamer.rounds import Round
 from gossamer.runtime import network
 from gossamer.runtime.cluster import Cluster
 from gossamer.runtime.methods import ALL_REDUCE, DDP, DecentDP, Gossip, Method, StochasticGradientPush, graph_of
@@ -33,8 +37,8 @@ def bound(
     if isinstance(method, DDP):
         whole = sum(float(network.everyone(cluster, size).taken[0]) for size, _ in _buckets(workload, method))
         return max(slowest, whole)
-    if isinstance(method, DecentDP):
-        return max(slowest, _decent(cluster, workload, method, iterations))
+    if isinstance(method, (DecentDP, StochasticGradientPush)):
+        return max(slowest + getattr(method, "overhead", 0.0), _pipelined(cluster, workload, method, iterations))
     return _gossip(cluster, workload, method, compute, iterations)
 
 
@@ -42,19 +46,23 @@ def _buckets(workload: Workload, method: DDP) -> tuple[tuple[int, float], ...]:
     return workload.buckets(method.bucket_mb if method.overlap else workload.row_bytes)
 
 
-def _decent(cluster: Cluster, workload: Workload, method: DecentDP, iterations: int | None) -> float:
+def _pipelined(
+    cluster: Cluster, workload: Workload, method: DecentDP | StochasticGradientPush, iterations: int | None
+) -> float:
     graph = graph_of(method, cluster.n, cluster.per_host).graph(0, 0, 1)
-    steps = iterations or graph.period
-    times, total = np.bincount(np.arange(1, steps + 1) % graph.period, minlength=graph.period), np.zeros(cluster.n)
-    for count, round_ in zip(times, graph.rounds, strict=True):
-        for size, _ in workload.buckets(method.bucket_mb):
-            total += count * network.ring(cluster, round_, size).seconds
+    steps, total = iterations or graph.period, np.zeros(cluster.n)
+    sizes, push = [size for size, _ in workload.buckets(method.bucket_mb)], isinstance(method, StochasticGradientPush)
+    for count, round_ in _times(graph, np.arange(1, steps + 1)):
+        total += count * sum(transfer.seconds for transfer in network.pipelined(cluster, round_, sizes, push))
     return float(total.max()) / steps
 
 
+def _times(graph: Graph, steps: np.ndarray) -> Iterator[tuple[int, Round]]:
+    """How often each Round is used in these steps."""
+    return zip(np.bincount(steps % graph.period, minlength=graph.period), graph.rounds, strict=True)
+
+
 def _gossip(cluster: Cluster, workload: Workload, method: Method, compute: np.ndarray, iterations: int | None) -> float:
-    if isinstance(method, StochasticGradientPush):
-        compute, method = compute + method.overhead, Gossip(method.graph)
     assert isinstance(method, Gossip)
     made = graph_of(method, cluster.n, cluster.per_host)
     if len({made.graph(0, epoch, 10).name for epoch in range(10)}) > 1:  # a schedule that changes with the epoch
@@ -63,8 +71,8 @@ def _gossip(cluster: Cluster, workload: Workload, method: Method, compute: np.nd
     if method.graph == ALL_REDUCE:
         return float((compute + network.slices(cluster, graph.rounds[0], row).seconds).max())
     steps = graph.period * every if iterations is None else iterations
-    times, total = np.bincount(np.arange(steps // every) % graph.period, minlength=graph.period), np.zeros(cluster.n)
-    for count, round_ in zip(times, graph.rounds, strict=True):
+    total = np.zeros(cluster.n)
+    for count, round_ in _times(graph, np.arange(steps // every)):
         total += count * network.by_library(cluster, round_, row, method.edge_share, method.verb).seconds
     mean = total / steps
     update = workload.update * cluster.compute_factors() * (steps // every / steps)  # nothing hides it

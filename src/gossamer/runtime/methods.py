@@ -81,11 +81,12 @@ class DecentDP(Method):
 
 @dataclass(frozen=True)
 class StochasticGradientPush(Method):
-    """SGP: one-peer exponential push-sum, the message under forward and backward, and ``overhead`` seconds of its own in each step
-    (packing, its gossip thread, the push-sum weight)."""
+    """SGP: one-peer exponential push-sum. Transfers are pipelined as decent-dp's are, and each step has ``overhead`` seconds of its
+    own (packing, the gossip thread, the push-sum weight)."""
 
     graph: str | Graph = "one-peer-exponential"
     overhead: float = 0.0
+    bucket_mb: float = 25.0
 
     @property
     def label(self) -> str:

@@ -8,12 +8,13 @@ everything is there (``network.py``), and gives the next beginning. The recurren
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from gossamer.errors import GossamerError
-from gossamer.rounds import Round
+from gossamer.rounds import Mean, Round
 from gossamer.runtime import network
 from gossamer.runtime.cluster import Cluster
 from gossamer.runtime.methods import ALL_REDUCE, DDP, DecentDP, Gossip, Method, StochasticGradientPush, graph_of
@@ -103,9 +104,8 @@ class DDPStepper(Stepper):
     def __init__(self, cluster: Cluster, workload: Workload, method: DDP) -> None:
         super().__init__(cluster, workload, method)
         cap = method.bucket_mb if method.overlap else workload.row_bytes
-        self.buckets = [
-            (share, network.everyone(cluster, size)) for size, share in workload.buckets(cap if self.n > 1 else None)
-        ]
+        everyone = network.Rings(cluster, Mean(self.n))
+        self.buckets = [(share, everyone.sized(size)) for size, share in workload.buckets(cap if self.n > 1 else None)]
         early = sum(float(transfer.sent[0]) for _, transfer in self.buckets[:-1])
         self.beside = cluster.costs.traffic * 1e-9 * early  # the last bucket has nothing left to run beside
         self.around = self.costs["copy_"] if self.n > 1 else 0.0
@@ -202,65 +202,60 @@ class AllReduceStepper(GossipStepper):
         return network.Nothing(1) if self.n == 1 else network.slices(self.cluster, round_, self.work.row_bytes)
 
 
-class DecentStepper(Stepper):
-    """Each bucket has its own update, and an all-reduce in a group that started one step earlier."""
+class PipelineStepper(Stepper):
+    """decent-dp and SGP: each bucket is updated as soon as backward has its gradients, sets out, and is waited for at the same place
+    of the next step."""
 
-    def __init__(self, cluster: Cluster, workload: Workload, method: DecentDP) -> None:
+    def __init__(self, cluster: Cluster, workload: Workload, method: DecentDP | StochasticGradientPush) -> None:
         super().__init__(cluster, workload, method)
+        self.push = isinstance(method, StochasticGradientPush)
         self.schedule = graph_of(method, self.n, cluster.per_host)
         self.buckets = workload.buckets(method.bucket_mb)
+        self.parts = [size / workload.row_bytes for size, _ in self.buckets]
+        own = self.costs["combine"] + self.costs["copy_"] / 2 + getattr(method, "overhead", 0.0)
+        self.after = self.update + (own if self.n > 1 else 0.0)
         self.arrived: list[Array] | None = None  # the transfers of the step before, per bucket
         self.unhindered: list[Array] = []
-        self.parts = [size / workload.row_bytes for size, _ in self.buckets]
-        self._rings: dict[int, tuple[Round, list[network.Together]]] = {}
+        self._per_bucket: dict[int, tuple[Round, Sequence[Transfer]]] = {}
 
-    def rings(self, round_: Round) -> list[network.Together]:
-        held = self._rings.get(id(round_))
+    def transfers(self, round_: Round) -> Sequence[Transfer]:
+        held = self._per_bucket.get(id(round_))
         if held is None:
-            made = [network.ring(self.cluster, round_, size) for size, _ in self.buckets]
-            held = self._rings[id(round_)] = (round_, made)
+            made = network.pipelined(self.cluster, round_, [size for size, _ in self.buckets], self.push)
+            held = self._per_bucket[id(round_)] = (round_, made)
         return held[1]
 
     def step(self, t: int, factor: Array, epoch: int, epochs: int) -> None:
-        work = self.work
+        work, earlier = self.work, self.arrived
         now = self.start + work.forward * factor
-        rings = self.rings(self.schedule.graph(t + 1, epoch, epochs).round(t + 1))
-        earlier = self.arrived
         stream = np.full(self.n, -np.inf) if earlier is None else earlier[-1]  # a worker's transfers go one after the other
         waited = np.zeros(self.n)
         arrived, unhindered = [], []
-        for b, ((_, share), part, ring) in enumerate(zip(self.buckets, self.parts, rings, strict=True)):
+        transfers = self.transfers(self.schedule.graph(t + 1, epoch, epochs).round(t + 1))
+        for b, ((_, share), part, transfer) in enumerate(zip(self.buckets, self.parts, transfers, strict=True)):
             now = now + work.backward * share * factor
             if earlier is not None:
                 there = np.maximum(now, earlier[b])
                 waited += there - np.maximum(now, self.unhindered[b])
                 now = there
-            now = now + (self.update + self.costs["combine"] + self.costs["copy_"] / 2) * part
-            alone = np.maximum(now, stream) + ring.seconds  # if the others of the group were there as soon as this one
-            stream = ring.run(np.maximum(now, stream))[0]
+            now = now + self.after * part
+            go = np.maximum(now, stream)
+            unhindered.append(go + transfer.seconds)  # if the others were there as soon as this one
+            stream = np.maximum(*transfer.run(go))
             arrived.append(stream)
-            unhindered.append(alone)
-            self.sent += float(ring.sent.max())
+            self.sent += float(transfer.sent.max())
         self.arrived, self.unhindered = arrived, unhindered
-        computed = (work.forward + work.backward) * factor + self.update
-        self.count(now, computed, waited)
+        self.count(now, (work.forward + work.backward) * factor + self.update, waited)
 
     def drain(self) -> None:
         if self.arrived is not None:
             self.start = np.maximum(self.start, self.arrived[-1])
 
 
-class PushStepper(GossipStepper):
-    def __init__(self, cluster: Cluster, workload: Workload, method: StochasticGradientPush) -> None:
-        super().__init__(cluster, workload, Gossip(method.graph))
-        self.overhead = method.overhead
-        self.update = self.update + method.overhead
-
-
 _STEPPERS: tuple[tuple[type[Method], type[Stepper]], ...] = (
     (DDP, DDPStepper),
-    (DecentDP, DecentStepper),
-    (StochasticGradientPush, PushStepper),
+    (DecentDP, PipelineStepper),
+    (StochasticGradientPush, PipelineStepper),
     (Gossip, GossipStepper),
 )
 

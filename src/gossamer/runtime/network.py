@@ -8,6 +8,7 @@ bandwidth can never make anything later, which a link that is shared by whoever 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 import scipy.sparse
@@ -173,33 +174,47 @@ def slices(cluster: Cluster, round_: Round, size: float) -> Transfer:
     return _together(groups, 2 * stage + apply, 2 * (sizes - 1) / sizes * size, cluster.n)
 
 
-def ring(cluster: Cluster, round_: Round, size: float) -> Together:
-    """Each group all-reduces ``size`` bytes around a ring of its own, in the order of ranks: 2(m-1) messages one after the other."""
-    _check(cluster, round_)
-    groups = _groups(round_)
-    sizes = np.array([len(group) for group in groups])
-    host = np.arange(cluster.n) // cluster.per_host
-    spans = [np.unique(host[group]) for group in groups]
-    crossing = np.zeros(cluster.hosts)  # rings that leave each host
-    inside = np.zeros(cluster.hosts)  # rings that have a link inside it
-    for span, group in zip(spans, groups, strict=True):
-        crossing[span] += len(span) > 1
-        inside[span] += np.bincount(host[group])[span] > 1
-    rates = cluster.host_rates() / np.maximum(crossing, 1)
-    local = cluster.intra_rate / (np.maximum(inside * cluster.per_host, 1) if _shared(cluster) else np.ones(cluster.hosts))
-    taken = np.zeros(len(groups))
-    for g, (span, m) in enumerate(zip(spans, sizes, strict=True)):
-        if m > 1:
-            rate = float(local[span].min()) if m > len(span) else np.inf
-            rate = min(rate, float(rates[span].min())) if len(span) > 1 else rate
-            latency = cluster.inter_latency if len(span) > 1 else cluster.intra_latency
-            taken[g] = 2 * (m - 1) * latency + 2 * (m - 1) / m * size * (1 / rate + cluster.costs.reduce * 1e-9)
-    return _together(groups, taken, 2 * (sizes - 1) / sizes * size, cluster.n)
+class Rings:
+    """Each group of a Round all-reduces around a ring of its own, in the order of ranks: 2(m-1) messages one after the other.
+    ``sized`` gives the transfer of so many bytes."""
+
+    def __init__(self, cluster: Cluster, round_: Round) -> None:
+        _check(cluster, round_)
+        self.groups, self.n = _groups(round_), cluster.n
+        self.sizes = np.array([len(group) for group in self.groups])
+        host = np.arange(cluster.n) // cluster.per_host
+        spans = [np.unique(host[group]) for group in self.groups]
+        crossing = np.zeros(cluster.hosts)  # rings that leave each host
+        inside = np.zeros(cluster.hosts)  # links of rings inside it
+        for span, group in zip(spans, self.groups, strict=True):
+            crossing[span] += len(span) > 1
+            inside[span] += np.bincount(host[group])[span] - (len(span) > 1)
+        rates = cluster.host_rates() / np.maximum(crossing, 1)
+        local = cluster.intra_rate / (np.maximum(inside, 1) if _shared(cluster) else np.ones(cluster.hosts))
+        self.per_byte, self.latency = np.zeros(len(spans)), np.zeros(len(spans))
+        for g, (span, m) in enumerate(zip(spans, self.sizes, strict=True)):
+            if m > 1:
+                rate = float(local[span].min()) if m > len(span) else np.inf
+                rate = min(rate, float(rates[span].min())) if len(span) > 1 else rate
+                self.per_byte[g] = 2 * (m - 1) / m * (1 / rate + cluster.costs.reduce * 1e-9)
+                self.latency[g] = 2 * (m - 1) * (cluster.inter_latency if len(span) > 1 else cluster.intra_latency)
+
+    def sized(self, size: float) -> Together:
+        sent = 2 * (self.sizes - 1) / self.sizes * size
+        return _together(self.groups, self.latency + self.per_byte * size, sent, self.n)
+
+
+def pipelined(cluster: Cluster, round_: Round, sizes: Sequence[int], push: bool) -> list[Transfer]:
+    """One transfer per bucket: an all-reduce in each group, or with ``push`` rows from neighbour to neighbour."""
+    if not push:
+        rings = Rings(cluster, round_)
+        return [rings.sized(size) for size in sizes]
+    return [by_library(cluster, round_, size, 1.0) for size in sizes]
 
 
 def everyone(cluster: Cluster, size: float) -> Together:
     """A ring all-reduce over all workers."""
-    return ring(cluster, Mean(cluster.n), size)
+    return Rings(cluster, Mean(cluster.n)).sized(size)
 
 
 def edges(round_: Round) -> tuple[Array, Array]:
