@@ -26,6 +26,7 @@ from gossamer.dbench.store import FILE, Store
 from gossamer.errors import GossamerError
 from gossamer.exchange import Exchange
 from gossamer.links import open_link
+from gossamer.runtime import commands as runtime
 
 app = typer.Typer(
     help="Decentralized data-parallel training: compare it, look inside it.",
@@ -170,6 +171,10 @@ def graph_command(
 def tasks_command() -> None:
     """List the tasks that a spec can name."""
     typer.echo("\n".join(tasks.names()))
+
+
+app.command("plan")(runtime.plan_command)
+app.command("calibrate")(runtime.calibrate_command)
 
 
 lab_app = typer.Typer(help="Several hosts with limited links, on this one Linux machine.", no_args_is_help=True)

@@ -103,7 +103,8 @@ class Costs(_Part):
     ``traffic``: by how much computing gets longer for each byte sent while it computes. ``reduce``: added to each byte of an
     all-reduce. ``combine``: mixing what has arrived into the parameters. ``apply``: the same for slices, between and after their two
     stages. ``copy``: gradients into the buffers of an all-reduce and back, or parameters into a copy. ``narrow``: rounding to
-    bfloat16 before it is sent; ``widen``: taking it in afterwards, instead of ``combine``.
+    bfloat16 before it is sent; ``widen``: taking it in afterwards, instead of ``combine``. ``step_us``: microseconds that each
+    averaging step takes in any case, for its own bookkeeping.
     """
 
     traffic: float = Field(0.0, ge=0)
@@ -113,6 +114,7 @@ class Costs(_Part):
     copy_: float = Field(0.0, ge=0, alias="copy")
     narrow: float = Field(0.0, ge=0)
     widen: float = Field(0.0, ge=0)
+    step_us: float = Field(0.0, ge=0)
 
 
 class HostPart(_Part):

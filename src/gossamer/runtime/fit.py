@@ -40,7 +40,9 @@ from gossamer.runtime.model import simulate
 from gossamer.runtime.workload import Workload
 
 _ITERATIONS = 48
-_PRIOR = 0.05  # how much a stated bandwidth or latency weighs against the table: a factor e is like an error of so much in one time
+_PRIOR = (
+    0.05  # how much a stated bandwidth or latency weighs against the table: a factor e is like an error of so much in one time
+)
 
 
 class _Part(BaseModel):
@@ -139,11 +141,13 @@ class Fit:
 
 
 def fit(table: Table) -> Fit:
-    """Least squares of the relative errors over the sizes to fit, from a few starting points."""
+    """Least squares of the relative errors over the sizes to fit: a few steps from each of a few starting points, and the best of
+    them to the end."""
     points = [(n, parse(name), ms) for n in table.fitted for name, ms in table.times[n].items()]
     own = any(isinstance(method, StochasticGradientPush) for _, method, _ in points)
     starts = _starts(table, own)
-    best = min((_search(table, points, start) for start in starts), key=lambda found: found.cost)
+    tried = [_search(table, points, start, 4) for start in starts]
+    best = _search(table, points, min(tried, key=lambda found: found.cost).x, 20)
     unknowns = _unpack(best.x, own)
     cells = tuple(
         Cell(n, name, ms, predict(table, unknowns, n, parse(name)), n in table.fitted)
@@ -191,7 +195,7 @@ def _pack(unknowns: Unknowns, own: bool) -> np.ndarray:
 
 def _unpack(x: np.ndarray, own: bool) -> Unknowns:
     values = np.exp(x)
-    return Unknowns(*map(float, values)) if own else Unknowns(*map(float, values), overhead=0.0)
+    return Unknowns(*map(float, values))
 
 
 def _starts(table: Table, own: bool) -> list[np.ndarray]:
@@ -210,7 +214,7 @@ def _starts(table: Table, own: bool) -> list[np.ndarray]:
     return made
 
 
-def _search(table: Table, points: list[tuple[int, Method, float]], start: np.ndarray) -> Any:
+def _search(table: Table, points: list[tuple[int, Method, float]], start: np.ndarray, steps: int) -> Any:
     own = len(start) == 6
     stated = np.log([table.gbit, table.latency_us])
     low = np.log([1e-5, 1e-5, table.gbit / 50, table.latency_us / 20, 1e-3] + [1e-6] * own)
@@ -222,7 +226,9 @@ def _search(table: Table, points: list[tuple[int, Method, float]], start: np.nda
         return np.array([*errors, *(_PRIOR * (x[2:4] - stated))])
 
     inside = np.clip(start, low + 1e-6, high - 1e-6)
-    return scipy.optimize.least_squares(residuals, inside, bounds=(low, high), diff_step=1e-3, max_nfev=25, ftol=1e-4, xtol=1e-4)
+    return scipy.optimize.least_squares(
+        residuals, inside, bounds=(low, high), diff_step=1e-3, max_nfev=steps, ftol=1e-4, xtol=1e-4
+    )
 
 
 # --- Reading -------------------------------------------------------------------------------------------------------------

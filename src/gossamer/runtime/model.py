@@ -152,11 +152,11 @@ class GossipStepper(Stepper):
         if isinstance(transfer, network.Nothing):
             return 0.0, 0.0, False
         slices = isinstance(transfer, (network.Together, network.Stages))
+        own = self.cluster.costs.step_us * 1e-6
         if self.method.wire == "bfloat16" and not slices:
-            return self.costs["narrow"], self.costs["widen"], True
-        if self.method.send_copy:
-            return self.costs["copy_"] / 2, self.costs["combine"], not slices
-        return 0.0, self.costs["combine"], False
+            return self.costs["narrow"], own + self.costs["widen"], True
+        copy = self.costs["copy_"] / 2 if self.method.send_copy else 0.0
+        return copy, own + self.costs["combine"], self.method.send_copy and not slices
 
     def step(self, t: int, factor: Array, epoch: int, epochs: int) -> None:
         compute = (self.work.forward + self.work.backward) * factor
@@ -192,7 +192,7 @@ class AllReduceStepper(GossipStepper):
     def step(self, t: int, factor: Array, epoch: int, epochs: int) -> None:
         compute = (self.work.forward + self.work.backward) * factor
         transfer = self.transfer(self.round(t, epoch, epochs))
-        around = 0.0 if self.n == 1 else self.costs["copy_"] / 2
+        around = 0.0 if self.n == 1 else self.costs["copy_"] / 2 + self.cluster.costs.step_us * 1e-6 / 2
         go = self.start + compute + around
         done = transfer.run(go)[0]
         self.sent += float(np.max(transfer.sent))
