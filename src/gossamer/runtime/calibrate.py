@@ -242,22 +242,23 @@ class Probe:
             taken.append(_step(job))
         return np.array(taken), count
 
-    def beside(self, job: Job, row: int, count: int) -> tuple[float, float]:
-        """(seconds of forward and backward while rows are on their way all the time, bytes that left meanwhile), per step."""
+    def beside(self, job: Job, row: int, count: int) -> tuple[float, float, float]:
+        """Per step while a row is on its way: seconds of forward and backward, bytes that left meanwhile, and the seconds that the
+        row took."""
         size = max(4, min(self.most, row))
         out, into = torch.zeros(size // 4), torch.empty(size // 4)
         to, source = (self.rank + self.per_host) % self.n, (self.rank - self.per_host) % self.n
-        taken, sent = [], []
+        taken, sent, flown = [], [], []
         for _ in range(count):
             dist.barrier()
             flight = self.exchange.edges([(to, out)], [(source, into)], self.exchange.collective_tag(), "calibrate")
             began = time.perf_counter()
             forward, backward = _step(job)[:2]
             flight.wait()
-            share = min(1.0, (forward + backward) / max(flight.ended - began, 1e-9))
+            flown.append(flight.ended - began)
             taken.append(forward + backward)
-            sent.append(size * share)
-        return statistics.median(taken), statistics.median(sent)
+            sent.append(size * min(1.0, taken[-1] / max(flown[-1], 1e-9)))
+        return statistics.median(taken), statistics.median(sent), statistics.median(flown)
 
 
 def _step(job: Job) -> tuple[float, float, float]:
@@ -283,21 +284,24 @@ def calibrate(jobs: Sequence[Job], name: str, megabytes: float, say: Callable[[s
     wire = 8e-9 / far["gbit"] * (probe.per_host if far.get("shared") else 1)
     costs = probe.costs(row)
     costs["reduce"] = probe.all_reduce(row, wire, far["latency_us"] * 1e-6)
-    workloads, spreads, traffic = [], [], []
+    workloads, spreads, traffic, drag = [], [], [], []
+    flow = 8e-9 / far["gbit"] * (probe.per_host if "inter" in found or far.get("shared") else 1)  # when all send at once
     for job in jobs:
         say(f"steps of {job.name}")
         mine, count = probe.steps(job)
         compute = mine[:, 0] + mine[:, 1]
         everyone = probe.everyone(compute.tolist())
         say(f"steps of {job.name} while rows are on their way")
-        slower, sent = probe.beside(job, row, max(_MIN_STEPS, count // 2))
-        medians = probe.everyone([*np.median(mine, axis=0), slower, sent]).mean(axis=0)
+        beside = probe.beside(job, row, max(_MIN_STEPS, count // 2))
+        medians = probe.everyone([*np.median(mine, axis=0), *beside]).mean(axis=0)
         spreads.append(_sigma(everyone))
         traffic.append(max(0.0, medians[3] - medians[0] - medians[1]) / max(medians[4], 1.0) * 1e9)
+        size = min(probe.most, row)
+        drag.append(max(0.0, medians[5] - far["latency_us"] * 1e-6 - size * flow) / size * 1e9)
         forward, backward, update = (float(ms) for ms in medians[:3] * 1e3)
         times = {"forward_ms": forward, "backward_ms": backward, "update_ms": update}
         workloads.append({"name": job.name, **times, "bytes": job.sizes})
-    costs["traffic"] = statistics.median(traffic)
+    costs["traffic"], costs["drag"] = statistics.median(traffic), statistics.median(drag)
     said = found.pop("said", "")
     return build(
         {

@@ -27,6 +27,10 @@ class Transfer(ABC):
     seconds: Array
     sent: Array
 
+    def dragged(self, per_byte: float) -> Transfer:
+        """The same, when each byte takes a worker so much longer."""
+        return self
+
     @abstractmethod
     def run(self, go: Array) -> tuple[Array, Array]:
         """From when each worker is ready: when all is there that it receives, and when all has left that it sends."""
@@ -58,6 +62,11 @@ class Shift(Transfer):
         self.seconds = np.maximum(taken, taken[self.target])
         self.sent = np.where(busy, float(size), 0.0)
 
+    def dragged(self, per_byte: float) -> Transfer:
+        self.taken = self.taken + per_byte * self.sent[self.source]
+        self.seconds = np.maximum(self.taken, self.taken[self.target])
+        return self
+
     def run(self, go: Array) -> tuple[Array, Array]:
         arrived = np.maximum(go, go[self.source])
         arrived += self.taken
@@ -84,6 +93,11 @@ class Edges(Transfer):
         left[self.senders] = np.maximum.reduceat(ends[self.by_source], self.out_starts)
         return arrived, left
 
+    def dragged(self, per_byte: float) -> Transfer:
+        self.taken = self.taken + per_byte * self.sent[self.source]
+        self.seconds = np.maximum(*self._collect(self.taken, np.zeros(self.n)))
+        return self
+
     def run(self, go: Array) -> tuple[Array, Array]:
         ends = np.maximum(go[self.source], go[self.target])
         ends += self.taken
@@ -101,11 +115,10 @@ class Together(Transfer):
         self.seconds = taken[self.label]
         self.sent = sent[self.label]
 
-    def latest(self, go: Array) -> Array:
-        """When the last of each group is ready, for each worker."""
-        if len(self.starts) == 1:
-            return np.full(len(go), go.max())
-        return np.maximum.reduceat(go[self.members], self.starts)[self.label]
+    def dragged(self, per_byte: float) -> Transfer:
+        self.taken = self.taken + per_byte * self.sent[self.members[self.starts]]
+        self.seconds = self.taken[self.label]
+        return self
 
     def run(self, go: Array) -> tuple[Array, Array]:
         if len(self.starts) == 1:
@@ -134,6 +147,11 @@ class Stages(Transfer):
         alone = 2 * self.inside + np.maximum(self.between, self.between[self.target])
         self.seconds = np.repeat(alone, m)
         self.sent = (2 * (m - 1) / m + np.repeat(busy, m) / m) * size
+
+    def dragged(self, per_byte: float) -> Transfer:
+        more = per_byte * self.sent.reshape(-1, self.per).max(axis=1)
+        self.between, self.seconds = self.between + more, self.seconds + np.repeat(more, self.per)
+        return self
 
     def run(self, go: Array) -> tuple[Array, Array]:
         met = go.reshape(-1, self.per).max(axis=1) + self.inside
