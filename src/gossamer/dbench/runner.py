@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from gossamer.apps import tasks
-from gossamer.dbench import machine
+from gossamer.dbench import clock, machine
 from gossamer.dbench.cell import Book, backend_key, book, run_cell, trainer_for
 from gossamer.dbench.display import Display
 from gossamer.dbench.spec import Cell, Spec
@@ -90,8 +90,11 @@ def bench(
 def _open(context: _Context, task: Task) -> tuple[Store, list[Run], list[Cell]]:
     """The store, its runs, and the cells that are still to be run."""
     _check(context.spec, task, context.device)
+    predicted = clock.predict(context.spec, task)
     shapes = {"name": task.name, "train": [list(t.shape) for t in task.train], "test": [list(t.shape) for t in task.test]}
     store = Store.create(context.out / FILE, context.spec, (task.metric.name, task.metric.higher_is_better), shapes)
+    if predicted is not None:
+        store.set_meta(clock.KEY, predicted)
     runs = store.runs()
     return store, runs, [Cell(r.method, r.replicas, r.seed) for r in runs if r.status not in FINISHED]
 

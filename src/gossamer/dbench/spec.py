@@ -105,6 +105,14 @@ class TargetPart(_Part):
     value: float = Field(allow_inf_nan=False)
 
 
+class ClockPart(_Part):
+    """``cluster``: a shipped one or a file. Each run also gets the time that it would have taken there, as the runtime model predicts
+    it; ``compute_ms``: forward and backward of one replica there, if it is known."""
+
+    cluster: str
+    compute_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
+
+
 class MethodPart(_Part):
     """``graph``: a graph's name or ada with its parameters (default: the method's own name). ``lr`` and ``scaling`` override."""
 
@@ -148,6 +156,7 @@ class Spec(_Part):
     backend: str = "auto"
     profile: ProfilePart = Field(default_factory=lambda: ProfilePart.model_validate({}))
     target: TargetPart | None = None
+    clock: ClockPart | None = None
 
     @field_validator("methods", mode="before")
     @classmethod
@@ -299,6 +308,7 @@ _PARTS: dict[str, type[BaseModel]] = {
     "learning_rate": LearningRatePart,
     "profile": ProfilePart,
     "target": TargetPart,
+    "clock": ClockPart,
     "methods": MethodPart,
 }
 

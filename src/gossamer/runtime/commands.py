@@ -117,32 +117,13 @@ def choose_workload(
     if params is not None:
         return planning.estimated(cluster, planning.parameters(params), samples, compute_ms, f"{params} parameters")
     if task is not None:
-        return of_task(cluster, task, samples, compute_ms)
+        return planning.of_task(cluster, tasks.make(task), samples, compute_ms)
     held = {one.name: one for one in cluster.workload}
     if name is not None and name not in held:
         raise GossamerError(f"cluster {cluster.name!r} has no workload {name!r}; it has {', '.join(held) or 'none'}")
     if not held:
         raise GossamerError(f"cluster {cluster.name!r} holds no measured workload; give --params, such as 124M, or --task")
     return (held[name] if name is not None else cluster.workload[0]).made()
-
-
-def of_task(cluster: Cluster, name: str, samples: int, compute_ms: float | None) -> Workload:
-    """Sizes from the task's model; times from counting the operations of one forward and backward."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    made = tasks.make(name)
-    model = made.build()
-    sizes = [p.numel() * p.element_size() for p in model.parameters() if p.requires_grad][::-1]
-    if compute_ms is not None:
-        seconds = planning.estimated(cluster, 1, 1, compute_ms).compute
-    else:
-        few = min(len(made.train[0]), 64)
-        with FlopCounterMode(display=False) as counter:
-            made.loss(model, *(tensor[:few] for tensor in made.train)).backward()
-        seconds = planning.seconds_of(cluster, counter.get_total_flops() * samples / few)
-    torch.manual_seed(0)
-    return Workload.of_tensors(sizes, seconds / 3, seconds * 2 / 3, name=name)
 
 
 def plan_table(made: Plan) -> Table:

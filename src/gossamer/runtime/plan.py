@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from gossamer.errors import GossamerError
 from gossamer.rounds import Window
@@ -19,6 +21,7 @@ from gossamer.runtime.methods import ALL_REDUCE, DDP, Gossip, Method, graph_of, 
 from gossamer.runtime.model import Outcome, simulate
 from gossamer.runtime.workload import Workload
 from gossamer.schedules import Fixed
+from gossamer.tasks import Task
 
 _DRAWS = 9
 _WORTH = 1.05  # a speed-up that is worth changing the way one trains
@@ -254,6 +257,21 @@ def estimated(cluster: Cluster, count: int, samples: int, compute_ms: float | No
     if samples < 1:
         raise GossamerError(f"--samples {samples}: each worker computes at least one per step")
     return Workload.of_parameters(count, seconds_of(cluster, 6.0 * count * samples), name=name)
+
+
+def of_task(cluster: Cluster, task: Task, samples: int, compute_ms: float | None = None) -> Workload:
+    """Sizes from the task's model; times from counting the operations of one forward and backward."""
+    with torch.random.fork_rng(devices=[]):
+        model = task.build()
+    sizes = [p.numel() * p.element_size() for p in model.parameters() if p.requires_grad][::-1]
+    if compute_ms is not None:
+        seconds = estimated(cluster, 1, 1, compute_ms).compute
+    else:
+        few = min(len(task.train[0]), 64)
+        with FlopCounterMode(display=False) as counter:
+            task.loss(model, *(tensor[:few] for tensor in task.train)).backward()
+        seconds = seconds_of(cluster, counter.get_total_flops() * samples / few)
+    return Workload.of_tensors(sizes, seconds / 3, seconds * 2 / 3, name=task.name)
 
 
 def seconds_of(cluster: Cluster, operations: float) -> float:
