@@ -36,7 +36,7 @@ from gossamer.runtime.cluster import Cluster, build
 _REPEATS = 5
 _IN_A_ROW = 50
 _TRANSFER = 0.6  # seconds that one large transfer should take at most
-_COMPUTE = 4.0  # seconds for the steps of a workload, alone and again while traffic flows
+_COMPUTE = 8.0  # seconds for the steps of a workload, alone and while traffic flows
 _MIN_STEPS, _MAX_STEPS = 6, 60
 
 
@@ -231,34 +231,32 @@ class Probe:
 
     # The workload
 
-    def steps(self, job: Job) -> tuple[np.ndarray, int]:
-        """``[steps, 3]`` of this process: forward, backward, update; all begin each step together. And how many steps."""
-        _step(job)  # the first one allocates
-        once = self.together(lambda: _step(job), repeats=2)
-        count = max(_MIN_STEPS, min(_MAX_STEPS, int(_COMPUTE / max(once, 1e-6))))
-        taken = []
-        for _ in range(count):
-            dist.barrier()
-            taken.append(_step(job))
-        return np.array(taken), count
-
-    def beside(self, job: Job, row: int, count: int) -> tuple[float, float, float]:
-        """Per step while a row is on its way: seconds of forward and backward, bytes that left meanwhile, and the seconds that the
-        row took."""
+    def steps(self, job: Job, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of this process: ``[steps, 3]``, seconds of forward, backward and update; and ``[steps, 3]`` of steps while a row is on its
+        way: seconds of forward and backward, bytes that left meanwhile, seconds that the row took. The two take turns, so that
+        whatever else the machine does hits both alike; all processes begin each step together."""
         size = max(4, min(self.most, row))
         out, into = torch.zeros(size // 4), torch.empty(size // 4)
         to, source = (self.rank + self.per_host) % self.n, (self.rank - self.per_host) % self.n
-        taken, sent, flown = [], [], []
-        for _ in range(count):
+        alone: list[tuple[float, ...]] = []
+        beside: list[tuple[float, ...]] = []
+
+        def pair() -> None:
+            dist.barrier()
+            alone.append(_step(job))
             dist.barrier()
             flight = self.exchange.edges([(to, out)], [(source, into)], self.exchange.collective_tag(), "calibrate")
             began = time.perf_counter()
-            forward, backward = _step(job)[:2]
+            computed = sum(_step(job)[:2])
             flight.wait()
-            flown.append(flight.ended - began)
-            taken.append(forward + backward)
-            sent.append(size * min(1.0, taken[-1] / max(flown[-1], 1e-9)))
-        return statistics.median(taken), statistics.median(sent), statistics.median(flown)
+            flown = max(flight.ended - began, 1e-9)
+            beside.append((computed, size * min(1.0, computed / flown), flown))
+
+        once = self.together(pair, repeats=1)
+        alone, beside = [], []
+        for _ in range(max(_MIN_STEPS, min(_MAX_STEPS, int(_COMPUTE / max(once, 1e-6))))):
+            pair()
+        return np.array(alone), np.array(beside)
 
 
 def _step(job: Job) -> tuple[float, float, float]:
@@ -287,13 +285,10 @@ def calibrate(jobs: Sequence[Job], name: str, megabytes: float, say: Callable[[s
     workloads, spreads, traffic, drag = [], [], [], []
     flow = 8e-9 / far["gbit"] * (probe.per_host if "inter" in found or far.get("shared") else 1)  # when all send at once
     for job in jobs:
-        say(f"steps of {job.name}")
-        mine, count = probe.steps(job)
-        compute = mine[:, 0] + mine[:, 1]
-        everyone = probe.everyone(compute.tolist())
-        say(f"steps of {job.name} while rows are on their way")
-        beside = probe.beside(job, row, max(_MIN_STEPS, count // 2))
-        medians = probe.everyone([*np.median(mine, axis=0), *beside]).mean(axis=0)
+        say(f"steps of {job.name}, alone and while rows are on their way")
+        alone, beside = probe.steps(job, row)
+        everyone = probe.everyone((alone[:, 0] + alone[:, 1]).tolist())
+        medians = probe.everyone([*np.median(alone, axis=0), *np.median(beside, axis=0)]).mean(axis=0)
         spreads.append(_sigma(everyone))
         traffic.append(max(0.0, medians[3] - medians[0] - medians[1]) / max(medians[4], 1.0) * 1e9)
         size = min(probe.most, row)
