@@ -1,6 +1,6 @@
 """Does the runtime model predict what the lab measures? Calibrated on 4 hosts, it predicts the median step of each method at both rates.
 
-    python -m benchmarks.runtime_model                   # about 12 minutes; root, and a quiet machine
+    python -m benchmarks.runtime_model                   # about 25 minutes; root, and a quiet machine
     python -m benchmarks.runtime_model --only 1gbit-128 --turns 3
 
 Settings: 1 Gbit and 200 Mbit × batch 32 and 128 on the MLP of ``step_time.py``, whose workers do the measuring. Each rate is
@@ -124,7 +124,7 @@ def report(results: dict[str, dict]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="settings, comma-separated: " + ", ".join(SETTINGS))
-    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="a multiple of 4, for H=4")
     parser.add_argument("--out", type=Path, default=Path("docs/runtime-model.json"))
     parser.add_argument("--worker", help=argparse.SUPPRESS)

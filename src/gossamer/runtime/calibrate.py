@@ -94,12 +94,8 @@ class Probe:
     """One process's part of it. ``say`` is told what is measured next."""
 
     def __init__(self, megabytes: float, say: Callable[[str], object]) -> None:
-        self.n = dist.get_world_size() if dist.is_initialized() else 1
-        if self.n < 2:
-            raise GossamerError(
-                "calibrate measures the links between workers, and there is one process only; start it on all of them, "
-                "such as: torchrun --nproc-per-node 4 -m gossamer calibrate --out cluster.toml"
-            )
+        refuse_alone()
+        self.n = dist.get_world_size()
         self.rank, self.say, self.most = dist.get_rank(), say, int(megabytes * 1e6)
         self.per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if self.n % self.per_host:
@@ -341,6 +337,14 @@ def started() -> Iterator[None]:
             dist.destroy_process_group()
     else:
         yield
+
+
+def refuse_alone() -> None:
+    if not dist.is_initialized() or dist.get_world_size() < 2:
+        raise GossamerError(
+            "calibrate measures the links between workers, and there is one process only; start it on all of them, "
+            "such as: torchrun --nproc-per-node 4 -m gossamer calibrate --out cluster.toml"
+        )
 
 
 def is_first() -> bool:

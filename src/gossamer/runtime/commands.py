@@ -200,6 +200,8 @@ def calibrate_command(
         raise GossamerError("--task and --module contradict each other; give one of them")
     calibrate.check_out(out)
     with calibrate.started():
+        if not module:  # a wrong --module is a mistake whoever is there
+            calibrate.refuse_alone()
         jobs = [calibrate.of_function(where) for where in module or ()] or [calibrate.of_task(task or "digits/mlp", batch)]
         first = calibrate.is_first()
         with Progress(SpinnerColumn(), TextColumn("{task.description}"), transient=True, disable=not first) as progress:
