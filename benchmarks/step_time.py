@@ -213,14 +213,15 @@ def _traffic(contender: Contender) -> tuple[int, float, float]:
 # --- The run --------------------------------------------------------------------------------------------------------------
 
 
-def measure(setting: Setting, turns: int, steps: int, scratch: Path) -> dict:
+def measure(setting: Setting, turns: int, steps: int, scratch: Path, module: str = "benchmarks.step_time") -> dict:
+    """``module``: whose ``--worker`` runs the setting."""
     from gossamer.lab import Lab
 
     out = scratch / f"{setting.name}.json"
     out.unlink(missing_ok=True)
     command = [
         "-m",
-        "benchmarks.step_time",
+        module,
         "--worker",
         setting.name,
         "--turns",

@@ -26,6 +26,7 @@ from gossamer.dbench.store import FILE, Store
 from gossamer.errors import GossamerError
 from gossamer.exchange import Exchange
 from gossamer.links import open_link
+from gossamer.runtime import commands as runtime
 
 app = typer.Typer(
     help="Decentralized data-parallel training: compare it, look inside it.",
@@ -175,6 +176,8 @@ def tasks_command() -> None:
     typer.echo("Of all: train and test, the number of samples (or tokens) to use. In a spec: [task] options = { … }")
 
 
+app.command("plan")(runtime.plan_command)
+app.command("calibrate")(runtime.calibrate_command)
 app.add_typer(data_cli.app, name="data")
 lab_app = typer.Typer(help="Several hosts with limited links, on this one Linux machine.", no_args_is_help=True)
 app.add_typer(lab_app, name="lab")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gossamer.backends import Batch, Loss
 from gossamer.errors import GossamerError
+from gossamer.sampling import sampler
 from gossamer.sources import Source, source
 
 
@@ -69,3 +70,7 @@ class Task:
     test: Source | Batch
     loss: Loss = cross_entropy
     metric: Metric = ACCURACY
+
+    def example(self, batch: int) -> Batch:
+        """A training batch of one replica, as ``loss`` takes it."""
+        return tuple(tensor[0] for tensor in sampler("reshuffled", self.train, 1, batch, 0).batch(0))

@@ -92,6 +92,18 @@ def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool, partit
                 Axes("replicas", **on_y),
             ),
         )
+    if any(r.step_seconds is not None for r in runs):
+        made.append(
+            _figure(
+                "clock",
+                f"{metric.capitalize()} against predicted time",
+                "Predicted, not measured: what the runtime model says that these steps take on the cluster that the spec names, one "
+                "replica per worker. Averaged model on test data, mean over seeds.",
+                scale,
+                lambda n: _against_clock(runs, int(n), colour),
+                Axes("predicted seconds", **on_y),
+            )
+        )
     if ranked:
         made += [
             _figure(
@@ -237,6 +249,16 @@ def _against_bytes(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> l
         _line(m, colour[m], _over_seeds(runs, m, n, lambda e: e.bytes / 1e6), _over_seeds(runs, m, n, lambda e: e.value))
         for m in colour
     ]
+
+
+def _against_clock(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> list[Trace]:
+    made = []
+    for m in colour:
+        each = next((r.step_seconds for r in analysis.select(runs, m, n)), None)
+        if each is not None:
+            steps = _over_seeds(runs, m, n, lambda e: e.step)
+            made.append(_line(m, colour[m], [s * each for s in steps], _over_seeds(runs, m, n, lambda e: e.value)))
+    return made
 
 
 def _degree(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> list[Trace]:

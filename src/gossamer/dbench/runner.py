@@ -25,7 +25,7 @@ from torch import nn
 
 from gossamer import batch_norm
 from gossamer.apps import tasks
-from gossamer.dbench import machine, partition
+from gossamer.dbench import clock, machine, partition
 from gossamer.dbench.cell import Book, backend_key, book, run_cell, trainer_for
 from gossamer.dbench.display import Display
 from gossamer.dbench.spec import Cell, Spec
@@ -93,11 +93,14 @@ def bench(
 def _open(context: _Context, task: Task) -> tuple[Store, list[Run], list[Cell]]:
     """The store, its runs, and the cells that are still to be run."""
     model = _check(context.spec, task, context.device)
+    predicted = clock.predict(context.spec, task)
     shapes = {"name": task.name, "train": source(task.train).describe(), "test": source(task.test).describe()}
     store = Store.create(context.out / FILE, context.spec, (task.metric.name, task.metric.higher_is_better), shapes)
     if store.meta("batch_norm_layers") is None:
         store.set_meta("batch_norm_layers", len(batch_norm.layers(model)))
     partition.keep(store, context.spec, task)
+    if predicted is not None:
+        store.set_meta(clock.KEY, predicted)
     runs = store.runs()
     return store, runs, [Cell(r.method, r.replicas, r.seed) for r in runs if r.status not in FINISHED]
 

@@ -17,6 +17,7 @@ from gossamer.apps import tasks
 from gossamer.backends import Backend
 from gossamer.batch_norm import BatchNorm
 from gossamer.errors import GossamerError
+from gossamer.faults import explain
 from gossamer.learning_rates import Constant, InverseSqrt, LearningRate, Scaling, Shape, StepDecay, WarmupCosine
 from gossamer.optim import Recipe
 from gossamer.sampling import check_dirichlet
@@ -108,6 +109,14 @@ class TargetPart(_Part):
     value: float = Field(allow_inf_nan=False)
 
 
+class ClockPart(_Part):
+    """``cluster``: a shipped one or a file. Each run also gets the time that it would have taken there, as the runtime model predicts
+    it; ``compute_ms``: forward and backward of one replica there, if it is known."""
+
+    cluster: str
+    compute_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
+
+
 class MethodPart(_Part):
     """``graph``: a graph's name or ada with its parameters (default: the method's own name). The others override what the spec
     says for all methods; ``options`` are added to those of the optimizer."""
@@ -159,6 +168,7 @@ class Spec(_Part):
     backend: str = "auto"
     profile: ProfilePart = Field(default_factory=lambda: ProfilePart.model_validate({}))
     target: TargetPart | None = None
+    clock: ClockPart | None = None
 
     @field_validator("methods", mode="before")
     @classmethod
@@ -306,7 +316,7 @@ def build(raw: Mapping[str, Any], where: str = "spec") -> Spec:
     try:
         spec = Spec.model_validate(raw)
     except ValidationError as error:
-        raise GossamerError(f"{where}: " + "; ".join(_explain(fault) for fault in error.errors()[:5])) from None
+        raise GossamerError(f"{where}: " + "; ".join(explain(fault, Spec, _PARTS) for fault in error.errors()[:5])) from None
     spec.check()
     return spec
 
@@ -317,23 +327,9 @@ _PARTS: dict[str, type[BaseModel]] = {
     "learning_rate": LearningRatePart,
     "profile": ProfilePart,
     "target": TargetPart,
+    "clock": ClockPart,
     "methods": MethodPart,
 }
-
-
-def _explain(fault: Any) -> str:
-    """One of pydantic's errors as: which key, what is wrong, what would be right."""
-    key = ".".join(str(part) for part in fault["loc"])
-    if fault["type"] == "extra_forbidden":
-        owner = _PARTS.get(str(fault["loc"][0]), Spec) if len(fault["loc"]) > 1 else Spec
-        near = difflib.get_close_matches(str(fault["loc"][-1]), list(owner.model_fields), n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(owner.model_fields)}"
-        return f"{key} is not a known key; {hint}"
-    if fault["type"] == "missing":
-        return f"{key} is missing"
-    message = str(fault["msg"]).removeprefix("Value error, ").replace("\n", " ")
-    given = "" if fault["type"] == "value_error" else f" (it is {fault['input']!r:.60})".replace("\n", " ")
-    return f"{key}: {message}{given}" if key else message
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
