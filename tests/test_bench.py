@@ -10,7 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -293,9 +293,12 @@ def test_a_full_disk_is_named_and_finished_runs_are_kept(spec_file, uninterrupte
             [*command, "--checkpoint-seconds", "0.1"], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
         process.stderr.readline()  # from here on the store is there
-        while not any(run.status == "done" for run in Store(out / FILE).runs()):
+        finished = False
+        while not finished:
             assert process.poll() is None, process.communicate()[1]
             time.sleep(0.01)
+            with closing(Store(out / FILE)) as store:  # sqlite3 itself closes it at some later garbage collection
+                finished = any(run.status == "done" for run in store.runs())
         with suppress(OSError), (disk / "ballast").open("wb", buffering=0) as ballast:
             while ballast.write(bytes(4096)):
                 pass
