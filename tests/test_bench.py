@@ -11,7 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import closing, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
@@ -309,9 +309,12 @@ def test_a_full_disk_is_named_and_finished_runs_are_kept(spec_file, uninterrupte
             [*command, "--checkpoint-seconds", "0.1"], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
         process.stderr.readline()  # from here on the store is there
-        while not any(run.status == "done" for run in Store(out / FILE).runs()):
+        finished = False
+        while not finished:
             assert process.poll() is None, process.communicate()[1]
             time.sleep(0.01)
+            with closing(Store(out / FILE)) as store:  # sqlite3 itself closes it at some later garbage collection
+                finished = any(run.status == "done" for run in store.runs())
         with suppress(OSError), (disk / "ballast").open("wb", buffering=0) as ballast:
             while ballast.write(bytes(4096)):
                 pass

@@ -42,10 +42,10 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="An output folder of
 @app.command("bench")
 def bench_command(
     spec: Annotated[str, typer.Argument(metavar="SPEC|NAME", help=f"A TOML file, or a shipped spec: {', '.join(shipped())}.")],
-    out: Annotated[Path | None, typer.Option(help="Where results go. [default: runs/NAME]", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Where results go. (default: runs/NAME)", show_default=False)] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(help="Cells that run side by side, one thread each. [default: one per core]", show_default=False),
+        typer.Option(help="Cells that run side by side, one thread each. (default: one per core)", show_default=False),
     ] = None,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda …")] = "cpu",
     checkpoint_seconds: Annotated[float, typer.Option(help="Save the running cells about this often.")] = 10.0,
@@ -134,7 +134,7 @@ def graph_command(
     name: Annotated[str, typer.Argument(help="A graph with its parameters, such as ring or lattice:k=10.")],
     n: Annotated[int, typer.Option("-n", help="Replicas.")] = 16,
     picture_file: Annotated[
-        Path | None, typer.Option("--picture", help="Where the SVG goes. [default: NAME-N.svg]", show_default=False)
+        Path | None, typer.Option("--picture", help="Where the SVG goes. (default: NAME-N.svg)", show_default=False)
     ] = None,
 ) -> None:
     """Print a graph's properties and draw it."""
@@ -192,7 +192,7 @@ def lab_run_command(
     rate: Annotated[
         str | None,
         typer.Option(
-            help="What a host can send: 1gbit for all, or 1gbit,200mbit one by one. [default: no limit]", show_default=False
+            help="What a host can send: 1gbit for all, or 1gbit,200mbit one by one. (default: no limit)", show_default=False
         ),
     ] = None,
     workers_per_host: Annotated[int, typer.Option(help="Processes on each host.")] = 1,

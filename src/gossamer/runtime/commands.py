@@ -33,19 +33,19 @@ def plan_command(
     samples: Annotated[int, typer.Option(help="Tokens or images that each worker computes per step.")] = 8192,
     compute_ms: Annotated[
         float | None,
-        typer.Option(help="Forward and backward of one worker, if you know it. [default: from tflops]", show_default=False),
+        typer.Option(help="Forward and backward of one worker, if you know it. (default: from tflops)", show_default=False),
     ] = None,
     workload: Annotated[
         str | None,
-        typer.Option(help="A workload that calibrate has put into the file. [default: its first]", show_default=False),
+        typer.Option(help="A workload that calibrate has put into the file. (default: its first)", show_default=False),
     ] = None,
     workers: Annotated[
-        str | None, typer.Option(help="Numbers of workers, such as 8,16,32. [default: the cluster's]", show_default=False)
+        str | None, typer.Option(help="Numbers of workers, such as 8,16,32. (default: the cluster's)", show_default=False)
     ] = None,
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="A method to compare, such as 'ring, bfloat16'; may be repeated. [default: nine]", show_default=False
+            help="A method to compare, such as 'ring, bfloat16'; may be repeated. (default: nine)", show_default=False
         ),
     ] = None,
     figure_file: Annotated[Path, typer.Option("--figure", help="Where the figure goes.")] = Path("plan.html"),
