@@ -274,7 +274,7 @@ def test_wikitext2_refuses(tmp_path):
     path.write_text(datasets.VALID.removesuffix("\n"))
     refused(load, path, "ends at offset 35 in the middle of a line")
     path.write_text(datasets.VALID + " a line \n")
-    refused(load, path, "has 16 words and line ends; 13 were expected")
+    refused(load, path, "has 16 words and line ends when it ends at offset \\d+; 13 were expected")
     path.write_bytes(datasets.VALID.encode() + b"\xc3")
     refused(load, path, "not UTF-8 text: byte 0xc3 at offset 36 of 37")
     path.write_bytes(b"PK\x03\x04\x00\x00")

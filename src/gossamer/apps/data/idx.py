@@ -38,7 +38,9 @@ def read_idx(path: Path) -> np.ndarray:
         try:
             raw = gzip.decompress(raw)
         except (OSError, EOFError, zlib.error) as error:
-            raise GossamerError(f"{path} can't be unzipped, all {len(raw)} bytes of it: {error}") from None
+            raise GossamerError(
+                f"{path} can't be unzipped at offset {_intact(raw)} of {len(raw)}: {error}; a whole gzip file was expected"
+            ) from None
     if len(raw) < 4 or raw[:3] != b"\x00\x00\x08":
         raise GossamerError(f"{path} is not an IDX file of bytes: it begins with {raw[:4].hex() or 'nothing'}, not 000008")
     dimensions = raw[3]
@@ -52,3 +54,14 @@ def read_idx(path: Path) -> np.ndarray:
     if dimensions > 8:  # numpy has a limit, and no such file has more
         raise GossamerError(f"{path} says at offset 3 that it has {dimensions} dimensions; up to 8 were expected")
     return np.frombuffer(raw, dtype=np.uint8, offset=start).reshape(shape).copy()
+
+
+def _intact(raw: bytes) -> int:
+    """Up to which offset a broken gzip file can be unzipped."""
+    unzip = zlib.decompressobj(wbits=31)
+    for k in range(0, len(raw), 512):
+        try:
+            unzip.decompress(raw[k : k + 512])
+        except zlib.error:
+            return k
+    return len(raw)

@@ -41,7 +41,10 @@ def wikitext2(folder: Path | None = None, counts: Mapping[str, int] | None = OFF
     texts = {split: _words(path) for split, path in parts.items()}
     for split, words in texts.items():
         if official and counts is not None and len(words) != counts[split]:
-            raise GossamerError(f"{parts[split]} has {len(words)} words and line ends; {counts[split]} were expected")
+            size = parts[split].stat().st_size
+            raise GossamerError(
+                f"{parts[split]} has {len(words)} words and line ends when it ends at offset {size}; {counts[split]} were expected"
+            )
     train = array("q", (numbers.setdefault(word, len(numbers)) for word in texts["train"]))
     unknown = numbers.setdefault(UNKNOWN, len(numbers))
     others = [array("q", (numbers.get(word, unknown) for word in texts[split])) for split in ("valid", "test")]
