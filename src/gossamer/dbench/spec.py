@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +19,7 @@ from gossamer.learning_rates import Constant, InverseSqrt, LearningRate, Scaling
 from gossamer.optim import Recipe
 from gossamer.sampling import check_dirichlet
 from gossamer.schedules import schedule
+from gossamer.shelf import Shelf, parsed
 from gossamer.trainer import Settings
 
 CENTRALIZED = "centralized"
@@ -274,35 +272,22 @@ class Spec(_Part):
 # --- Loading ------------------------------------------------------------------------------------------------------------
 
 
+SHELF = Shelf("spec", "gossamer.dbench.specs")
+
+
 def shipped() -> list[str]:
     """The names of the specs that come with Gossamer."""
-    return sorted(
-        p.name.removesuffix(".toml") for p in resources.files("gossamer.dbench.specs").iterdir() if p.name.endswith(".toml")
-    )
+    return SHELF.names()
 
 
 def load(what: str | Path) -> Spec:
     """A shipped spec by name, or a TOML file."""
-    path = Path(what)
-    if str(what) in shipped() and not path.is_file():
-        text = (resources.files("gossamer.dbench.specs") / f"{what}.toml").read_text(encoding="utf-8")
-        return parse(text, str(what))
-    if not path.is_file():
-        near = difflib.get_close_matches(str(what), shipped(), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"shipped specs are {', '.join(shipped())}"
-        raise GossamerError(f"there is no spec {str(what)!r}, neither as a file nor by name; {hint}")
-    try:
-        return parse(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise GossamerError(f"spec {path} can't be read: {error}") from None
+    return parse(SHELF.text(what), str(what))
 
 
 def parse(text: str, where: str = "spec") -> Spec:
     """Raises nothing but GossamerError, whatever the text."""
-    try:
-        raw = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
-        raise GossamerError(f"{where} is not valid TOML: {error}") from None
+    raw = parsed(text, where)
     spec = build(raw, where)
     try:
         tasks.check(spec.task.name, spec.task.options)

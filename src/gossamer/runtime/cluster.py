@@ -19,12 +19,9 @@ compute = 1.5        # times as long as on the others
 
 from __future__ import annotations
 
-import difflib
 import os
 import tempfile
-import tomllib
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +33,7 @@ from gossamer.faults import explain
 from gossamer.runtime import noise as noises
 from gossamer.runtime.noise import Noise
 from gossamer.runtime.workload import Workload
+from gossamer.shelf import Shelf, parsed
 
 _MOST = 10_000_000  # workers
 
@@ -280,33 +278,20 @@ def build(raw: Mapping[str, Any], where: str = "cluster") -> Cluster:
 
 def parse(text: str, where: str = "cluster") -> Cluster:
     """Raises nothing but GossamerError, whatever the text."""
-    try:
-        raw = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
-        raise GossamerError(f"{where} is not valid TOML: {error}") from None
-    return build(raw, where)
+    return build(parsed(text, where), where)
+
+
+SHELF = Shelf("cluster", "gossamer.runtime.clusters")
 
 
 def shipped() -> list[str]:
     """The names of the clusters that come with Gossamer."""
-    folder = resources.files("gossamer.runtime.clusters")
-    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
+    return SHELF.names()
 
 
 def load(what: str | Path) -> Cluster:
     """A shipped cluster by name, or a TOML file."""
-    path = Path(what)
-    if str(what) in shipped() and not path.is_file():
-        text = (resources.files("gossamer.runtime.clusters") / f"{what}.toml").read_text(encoding="utf-8")
-        return parse(text, str(what))
-    if not path.is_file():
-        near = difflib.get_close_matches(str(what), shipped(), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"shipped clusters are {', '.join(shipped())}"
-        raise GossamerError(f"there is no cluster {str(what)!r}, neither as a file nor by name; {hint}")
-    try:
-        return parse(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise GossamerError(f"cluster {path} can't be read: {error}") from None
+    return parse(SHELF.text(what), str(what))
 
 
 # --- Writing ------------------------------------------------------------------------------------------------------------
