@@ -30,7 +30,7 @@ from gossamer.runtime import cluster as clusters
 from gossamer.runtime.cluster import Cluster
 
 METHODS: dict[str, Method] = {
-    "ddp": DDP(bucket_mb=25),  # as step_time.py makes it: a cap that is given holds for the first bucket too
+    "ddp": DDP(),
     "one-peer-exponential": Gossip("one-peer-exponential"),
     "one-peer-exponential, bfloat16": Gossip("one-peer-exponential", wire="bfloat16"),
     "ring": Gossip("ring"),

@@ -106,7 +106,8 @@ class Contender:
         if method == "none":
             self.model = model
         elif name.startswith("ddp"):
-            self.model = DistributedDataParallel(model, bucket_cap_mb=1000 if "no overlap" in name else 25)
+            # None: torch's own sizes. One that is given would hold for the first bucket too, and nothing would overlap.
+            self.model = DistributedDataParallel(model, bucket_cap_mb=1000 if "no overlap" in name else None)
         elif name == "decent-dp":
             self.model = _decent_dp(model)
             return
