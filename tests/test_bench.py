@@ -447,6 +447,15 @@ def test_mistakes_are_one_line_and_exit_code_2(arguments, message, tmp_path):
     assert not (tmp_path / "FRESH" / FILE).exists()  # nothing stands in the way of the corrected command
 
 
+def test_ctrl_c_before_anything_has_begun_is_not_silent(monkeypatch, tmp_path):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "load", interrupted)
+    stopped = inside("bench", "quickstart", "--out", tmp_path)
+    assert (stopped.returncode, stopped.stderr) == (130, "gossamer: interrupted; finished runs are kept\n")
+
+
 def test_compare_tells_noise_from_difference(uninterrupted, tmp_path):
     same = inside("compare", uninterrupted, uninterrupted)
     assert same.stdout.count("identical") == 6

@@ -223,6 +223,9 @@ def main() -> None:
     except GossamerError as error:
         typer.echo(f"gossamer: {error}", err=True)
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as end:
+        # typer makes a quiet exit of Ctrl-C, as if a command had ended so by itself.
+        if isinstance(end, SystemExit) and not isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):
+            raise
         typer.echo("gossamer: interrupted; finished runs are kept", err=True)
         raise SystemExit(130) from None

@@ -79,7 +79,7 @@ def bench(
     with _locked(out), _one_thread():
         store, runs, pending = _open(context, made)
         wanted = jobs or (1 if task is not None or device != "cpu" else machine.cores())
-        with Display(len(runs), len(runs) - len(pending), quiet) as display, _interruptible() as stop:
+        with _interruptible() as stop, Display(len(runs), len(runs) - len(pending), quiet) as display:
             _choose_backends(store, spec, made, pending, device, display)
             if min(wanted, len(pending)) <= 1:
                 _inline(context, store, made, pending, display, stop)
