@@ -200,3 +200,16 @@ def read_array(path: Path, values: dict[bytes, Any], key: bytes, shape: tuple[in
         what = "no array of bytes" if content is None else f"of shape {content.shape}"
         raise GossamerError(f"{path}: {key.decode()!r} is {what}; shape {shape} was expected")
     return content
+
+
+def item_offset(path: Path, key: bytes, k: int) -> int:
+    """Where in the file the k-th number of the list under ``key`` stands; the file has been read before."""
+    numbers = -1  # seen since the key
+    for opcode, argument, offset in pickletools.genops(read(path)):
+        if opcode.name in _STRINGS and str(argument).encode("latin-1") == key:
+            numbers = 0
+        elif numbers >= 0 and opcode.name in (*_INTEGERS, *_STRINGS, *_CONSTANTS):
+            if numbers == k:
+                return int(offset or 0)
+            numbers += 1
+    return 0
