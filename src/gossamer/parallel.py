@@ -33,7 +33,7 @@ from gossamer.exchange import Exchange
 from gossamer.flat import Flat, refuse_unfit
 from gossamer.flights import Traffic
 from gossamer.gradients import Gradients
-from gossamer.graphs import Graph
+from gossamer.graphs import Graph, told_hosts
 from gossamer.links import open_link
 from gossamer.mixer import Mixer, Wire
 from gossamer.profile import Profile
@@ -523,10 +523,7 @@ def _per_host(graph: str | Graph | Schedule) -> str | Graph | Schedule:
         hosts, rest = divmod(n, local)
         over_hosts = local > 1 and hosts > 1 and not rest and not hosts & (hosts - 1)
         graph = "alternating-exponential-ring" if over_hosts else "one-peer-exponential"
-    hosts_known = ("alternating-exponential-ring", "hierarchical")
-    if isinstance(graph, str) and graph.replace("_", "-") in hosts_known and "LOCAL_WORLD_SIZE" in os.environ:
-        return f"{graph}:per_node={local}"
-    return graph
+    return told_hosts(graph, local) if "LOCAL_WORLD_SIZE" in os.environ else graph
 
 
 def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:

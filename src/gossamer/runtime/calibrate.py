@@ -32,6 +32,7 @@ from gossamer.exchange import Exchange
 from gossamer.links import open_link
 from gossamer.rounds import Mean
 from gossamer.runtime.cluster import Cluster, build
+from gossamer.runtime.workload import gradient_sizes
 
 _REPEATS = 5
 _IN_A_ROW = 50
@@ -51,8 +52,7 @@ class Job:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of the gradients, about in the order in which backward makes them: the last layer first."""
-        return [p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad][::-1]
+        return gradient_sizes(self.model)
 
 
 def of_task(name: str, batch: int) -> Job:

@@ -148,7 +148,7 @@ def fit(table: Table) -> Fit:
     starts = _starts(table, own)
     tried = [_search(table, points, start, 4) for start in starts]
     best = _search(table, points, min(tried, key=lambda found: found.cost).x, 20)
-    unknowns = _unpack(best.x, own)
+    unknowns = _unpack(best.x)
     cells = tuple(
         Cell(n, name, ms, predict(table, unknowns, n, parse(name)), n in table.fitted)
         for n in sorted(table.times)
@@ -193,7 +193,7 @@ def _pack(unknowns: Unknowns, own: bool) -> np.ndarray:
     return np.log([*values, unknowns.overhead] if own else values)
 
 
-def _unpack(x: np.ndarray, own: bool) -> Unknowns:
+def _unpack(x: np.ndarray) -> Unknowns:
     values = np.exp(x)
     return Unknowns(*map(float, values))
 
@@ -221,7 +221,7 @@ def _search(table: Table, points: list[tuple[int, Method, float]], start: np.nda
     high = np.log([1e3, 1e5, table.gbit * 2, table.latency_us * 20, 0.6] + [1e2] * own)
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        unknowns = _unpack(x, own)
+        unknowns = _unpack(x)
         errors = [np.log(predict(table, unknowns, n, method) / ms) for n, method, ms in points]
         return np.array([*errors, *(_PRIOR * (x[2:4] - stated))])
 

@@ -6,21 +6,22 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
 from gossamer.errors import GossamerError
-from gossamer.graphs import Graph
-from gossamer.schedules import Fixed, Schedule, schedule
+from gossamer.graphs import Graph, told_hosts
+from gossamer.schedules import Schedule, schedule
 
 ALL_REDUCE = "all-reduce"
 
 
 @dataclass(frozen=True)
-class Method:
+class Method(ABC):
     @property
-    def label(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def label(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,7 @@ def graph_of(method: Method, n: int, per_host: int = 1) -> Schedule:
     graph = getattr(method, "graph", "complete")
     if graph == ALL_REDUCE:
         graph = "complete"
-    if isinstance(graph, str) and graph in ("alternating-exponential-ring", "hierarchical"):
-        graph = f"{graph}:per_node={per_host}"
+    graph = told_hosts(graph, per_host)
     try:
         return schedule(graph, n)
     except GossamerError as error:
@@ -138,7 +138,3 @@ def parse(text: str) -> Method:
                 f"method {text!r}: {option!r} is not known; after a graph may stand atc, bfloat16, H=4, send_copy, edges or slices"
             )
     return Gossip(**chosen)  # type: ignore[arg-type]
-
-
-def is_fixed(made: Schedule) -> bool:
-    return isinstance(made, Fixed)

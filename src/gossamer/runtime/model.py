@@ -70,7 +70,6 @@ class Stepper(ABC):
         self.waited = 0.0  # seconds of all workers together
         self.networked = 0.0
         self.sent = 0.0  # bytes of the busiest worker, all steps together
-        self._transfers: dict[int, tuple[Round, Transfer]] = {}
         costs = cluster.costs
         row = workload.row_bytes * 1e-9
         self.costs = {key: getattr(costs, key) * row for key in ("traffic", "combine", "copy_", "narrow", "widen")}
@@ -81,16 +80,6 @@ class Stepper(ABC):
 
     def drain(self) -> None:  # noqa: B027 - most have nothing to wait for
         """After the last step: wait for what is still on its way."""
-
-    def transfer(self, round_: Round) -> Transfer:
-        """Made once per Round."""
-        held = self._transfers.get(id(round_))
-        if held is None:
-            held = self._transfers[id(round_)] = (round_, self.make(round_))
-        return held[1]
-
-    def make(self, round_: Round) -> Transfer:
-        raise NotImplementedError
 
     def count(self, new: Array, computed: Array, waited: Array) -> None:
         """``computed``: what the step takes without others; ``waited``: for others. The rest is the network's."""
@@ -139,6 +128,14 @@ class GossipStepper(Stepper):
         self.method = method
         self.schedule: Schedule = graph_of(method, self.n, cluster.per_host)
         self.left = np.zeros(self.n)  # when what was sent from a copy has left
+        self._transfers: dict[int, tuple[Round, Transfer]] = {}
+
+    def transfer(self, round_: Round) -> Transfer:
+        """Made once per Round."""
+        held = self._transfers.get(id(round_))
+        if held is None:
+            held = self._transfers[id(round_)] = (round_, self.make(round_))
+        return held[1]
 
     def make(self, round_: Round) -> Transfer:
         m = self.method

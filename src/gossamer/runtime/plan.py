@@ -15,11 +15,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from gossamer.errors import GossamerError
+from gossamer.graphs import OVER_HOSTS
 from gossamer.rounds import Window
 from gossamer.runtime.cluster import Cluster
 from gossamer.runtime.methods import ALL_REDUCE, DDP, Gossip, Method, graph_of, parse
 from gossamer.runtime.model import Outcome, simulate
-from gossamer.runtime.workload import Workload
+from gossamer.runtime.workload import Workload, gradient_sizes
 from gossamer.schedules import Fixed
 from gossamer.tasks import Task
 
@@ -121,8 +122,7 @@ def plan(
 
 
 def _check_fit(method: Method, cluster: Cluster) -> None:
-    over_hosts = getattr(method, "graph", None) in ("hierarchical", "alternating-exponential-ring")
-    if over_hosts and (cluster.hosts == 1 or cluster.per_host == 1):
+    if getattr(method, "graph", None) in OVER_HOSTS and (cluster.hosts == 1 or cluster.per_host == 1):
         raise GossamerError(f"{method.label} is for several hosts of several workers")
 
 
@@ -266,7 +266,6 @@ def of_task(cluster: Cluster, task: Task, samples: int, compute_ms: float | None
     """Sizes from the task's model; times from counting the operations of one forward and backward."""
     with torch.random.fork_rng(devices=[]):
         model = task.build()
-    sizes = [p.numel() * p.element_size() for p in model.parameters() if p.requires_grad][::-1]
     if compute_ms is not None:
         seconds = estimated(cluster, 1, 1, compute_ms).compute
     else:
@@ -274,7 +273,7 @@ def of_task(cluster: Cluster, task: Task, samples: int, compute_ms: float | None
         with FlopCounterMode(display=False) as counter:
             task.loss(model, *task.example(few)).backward()
         seconds = seconds_of(cluster, counter.get_total_flops() * samples / few)
-    return Workload.of_tensors(sizes, seconds / 3, seconds * 2 / 3, name=task.name)
+    return Workload.of_tensors(gradient_sizes(model), seconds / 3, seconds * 2 / 3, name=task.name)
 
 
 def seconds_of(cluster: Cluster, operations: float) -> float:

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from gossamer.errors import GossamerError
 
 _MIB = 1 << 20
+
+
+def gradient_sizes(model: nn.Module) -> list[int]:
+    """Bytes of the gradients, about in the order in which backward makes them: the last layer first."""
+    return [p.numel() * p.element_size() for p in model.parameters() if p.requires_grad][::-1]
 
 
 @dataclass(frozen=True)
