@@ -20,6 +20,7 @@ lint: $(READY)  ## style and types
 bench: $(READY)  ## the benchmarks, with the bars that they must meet
 	$(BIN)/python -m benchmarks.mixing
 	$(BIN)/python -m benchmarks.replicas
+	$(BIN)/python -m benchmarks.accum_adam
 	$(BIN)/python -m benchmarks.dbench
 
 bench-workers: $(READY)  ## real workers against torch DDP and decent-dp, also in the lab: root, half an hour, nothing else running

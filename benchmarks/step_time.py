@@ -106,7 +106,8 @@ class Contender:
         if method == "none":
             self.model = model
         elif name.startswith("ddp"):
-            self.model = DistributedDataParallel(model, bucket_cap_mb=1000 if "no overlap" in name else 25)
+            # None: torch's own sizes. One that is given would hold for the first bucket too, and nothing would overlap.
+            self.model = DistributedDataParallel(model, bucket_cap_mb=1000 if "no overlap" in name else None)
         elif name == "decent-dp":
             self.model = _decent_dp(model)
             return
@@ -213,14 +214,15 @@ def _traffic(contender: Contender) -> tuple[int, float, float]:
 # --- The run --------------------------------------------------------------------------------------------------------------
 
 
-def measure(setting: Setting, turns: int, steps: int, scratch: Path) -> dict:
+def measure(setting: Setting, turns: int, steps: int, scratch: Path, module: str = "benchmarks.step_time") -> dict:
+    """``module``: whose ``--worker`` runs the setting."""
     from gossamer.lab import Lab
 
     out = scratch / f"{setting.name}.json"
     out.unlink(missing_ok=True)
     command = [
         "-m",
-        "benchmarks.step_time",
+        module,
         "--worker",
         setting.name,
         "--turns",

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import gossamer
 from gossamer import DecentralizedDataParallel, GossamerError, Recipe, Settings, Trainer, checkpoint, graphs, links
 from gossamer.tasks import Task
 
@@ -286,9 +287,12 @@ def every_elementwise_optimizer_of_torch_works(world):
         "ASGD",
         "Rprop",
         "Adafactor",
+        "AccumAdam",
+        "AccumAdamW",
     ):
         model = world.model()
-        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
+        kind = getattr(gossamer if name.startswith("Accum") else torch.optim, name)
+        optimizer = kind(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=20, cycle_momentum=False)
         model.gossip(optimizer)
         for step in range(3):
@@ -299,6 +303,31 @@ def every_elementwise_optimizer_of_torch_works(world):
         assert (rows[0] != rows[1]).any(), name
         assert (rows[0] - rows[1]).abs().max() < 0.5, name
         assert model.steps == 3
+
+
+@case(2)
+def decentralized_adam_mixes_parameters_and_keeps_moments(world):
+    """x <- W x - update(own gradient at the unmixed x), for each worker, here by hand for both of them."""
+    for kind, options in ((torch.optim.AdamW, {"betas": (0.974, 0.999)}), (gossamer.AccumAdamW, {"accum_iter": 3})):
+        model = world.model(graph="alternating-exponential-ring")  # two workers of one host: the mean
+        optimizer = kind(gossamer.decay_groups(model, 0.1), lr=0.01, **options)
+        model.gossip(optimizer)
+        both = [small(), small()]
+        optimizers = [kind(gossamer.decay_groups(m, 0.1), lr=0.01, **options) for m in both]
+        for step in range(7):
+            train(world, model, optimizer, 1, step)
+            for rank, (m, o) in enumerate(zip(both, optimizers, strict=True)):
+                o.zero_grad()
+                loss_of(m, world.batch(step, rank)).backward()
+            with torch.no_grad():
+                for pair in zip(*(m.parameters() for m in both), strict=True):
+                    mean = torch.stack(pair).mean(0)
+                    for p in pair:
+                        p.copy_(mean)
+            for o in optimizers:
+                o.step()
+        close(world.rows(model), torch.stack([flat(m) for m in both]), 1e-6)
+        assert (flat(both[0]) != flat(both[1])).any()
 
 
 @case(2, 3)
@@ -659,6 +688,44 @@ def batch_norm_statistics_are_estimated_anew(world):
     assert torch.equal(model.module.norm.running_mean, own)
 
 
+class Remembering(nn.Module):
+    """Keeps its last output, which is nobody else's."""
+
+    local_buffers = frozenset({"last"})
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(6, 3), nn.BatchNorm1d(3)
+        self.register_buffer("last", torch.zeros(4, 3))
+
+    def forward(self, x):
+        y = self.norm(self.inner(x)) + 0.1 * self.last.clone()
+        if self.training:
+            self.last.copy_(y.detach())
+        return y
+
+
+@case(2)
+def local_buffers_stay_each_workers_own(world):
+    torch.manual_seed(0)
+    model = world.model(Remembering(), graph="one-peer-exponential")
+    optimizer = gossamer.AccumAdam(model.parameters(), 0.1)
+    model.gossip(optimizer)
+    train(world, model, optimizer, 3)
+    own = model.module.last.clone()
+    assert not world.same(own)
+    mean = world.gather(model.module.norm.running_mean).mean(0)
+    with model.consensus():
+        assert torch.equal(model.module.last, own)
+        close(model.module.norm.running_mean, mean)
+    with model.consensus(reestimate=[world.batch(50)[0]]):  # runs it in training mode, which must not reach what is kept
+        assert not torch.equal(model.module.last, own)
+    assert torch.equal(model.module.last, own)
+    model.average_()
+    assert torch.equal(model.module.last, own)
+    assert world.same(model.module.norm.running_mean)
+
+
 @case(2)
 def average_is_for_good(world):
     model = world.model(norm(), graph="one-peer-exponential")
@@ -866,7 +933,9 @@ def state_has_the_bare_modules_keys_also_inside_a_larger_module(world):
 def a_checkpoint_goes_on_bit_for_bit(world):
     def make():
         model = world.model(norm(), "one-peer-exponential")
-        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        # Saved after 3, 6 and 9 steps, which is inside AccumAdamW's windows of four.
+        kind = gossamer.AccumAdamW if world.size == 2 else torch.optim.AdamW
+        optimizer = kind(model.parameters(), 0.01)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
         model.gossip(optimizer, profile_every=2)
         return model, optimizer, scheduler

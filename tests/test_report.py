@@ -1,20 +1,31 @@
 """The report in a real browser: drawn from the store, nothing fetched, no errors, and it fits a phone."""
 
+import io
 import json
 import os
 import shutil
+import sqlite3
+from dataclasses import replace
 
 import pytest
+import torch
+from rich.console import Console
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
+from torch.nn.functional import cross_entropy
 
-from gossamer.dbench import analysis, bench
+from gossamer.apps import data
+from gossamer.dbench import analysis, bench, compare
+from gossamer.dbench import partition as partitions
 from gossamer.dbench import spec as specs
 from gossamer.dbench.report import write
 from gossamer.dbench.store import FILE, Store
+from gossamer.sampling import sampler
+from gossamer.tasks import Metric, Task
+from tests.models import Cnn, task
 
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
 DRIVER = shutil.which("chromedriver")
@@ -156,3 +167,123 @@ def test_the_page_is_safe_text(output):
     assert "a &lt;b&gt; &amp; &lt;/script&gt;" in text
     assert text.count("@@") <= text.count("@@", text.index("<script>"))
     assert (output / "report.html").stat().st_size < 12e6
+
+
+def test_lower_is_better_everywhere(tmp_path):
+    """A perplexity: the table's best, the sentences, the axes and the comparison of two outputs know the direction."""
+    score = Metric("perplexity", lambda model, x, y: cross_entropy(model(x), y, reduction="none"), False, "exp")
+    own = replace(task(Cnn), metric=score)
+    raw = {
+        "name": "lower",
+        "replicas": [4],
+        "methods": ["centralized", "complete", {"name": "slow", "graph": "ring", "lr": 0.001}],
+        "seeds": [0, 1],
+        "backend": "tape",
+        "task": {"name": "toy", "epochs": 2, "batch": 8},
+        "optimizer": {"lr": 0.05},
+        "target": {"value": 5.0},
+    }
+    for name in ("a", "b"):
+        bench(specs.build(raw), tmp_path / name, task=own, quiet=True)
+    page = write(tmp_path / "a").read_text()
+    values = {m: [r.value for r in Store(tmp_path / "a" / FILE).runs() if r.method == m] for m in ("complete", "slow")}
+    assert max(values["complete"]) < min(values["slow"])
+    table = page[page.index("<table>") : page.index("</table>")]
+    bold = table[table.index("<strong>") : table.index("</strong>")]
+    assert "slow" not in table[: table.index("<strong>")]
+    assert float(bold.removeprefix("<strong>").split()[0]) < min(values["slow"])
+    assert "lower is better. Its BatchNorm statistics are estimated anew on training data." in page
+    assert "Worse than centralized at n=4, seed by seed: slow (+" in page
+    assert "(slow) to" in page[page.index("At n=4 the averaged model") :][:200]
+    figure = next(f for f in json.loads(page.split("const figures = ")[1].split(";\n")[0]) if f["id"] == "epochs")
+    assert figure["variants"][0]["layout"]["yaxis"]["type"] == "log"
+    assert figure["variants"][0]["layout"]["yaxis"]["title"]["text"] == "perplexity (lower is better)"
+    target = page[page.index("To reach perplexity 5 at n=4") :][:200]
+    assert "slow never" in target
+    with sqlite3.connect(tmp_path / "b" / FILE) as db:  # as if B had come out better
+        db.execute("UPDATE runs SET value = value - 0.5 - seed * 0.01")
+    console = Console(width=200, file=io.StringIO())
+    console.print(compare.table(Store(tmp_path / "a" / FILE), Store(tmp_path / "b" / FILE)))
+    assert console.file.getvalue().count("differs: B is better") == 3
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory):
+    """The same data under three partitions."""
+    made = {}
+    for partition in ("dirichlet:alpha=0.3", "shards", "reshuffled"):
+        raw = {
+            "name": partition,
+            "replicas": [4, 11],
+            "methods": ["ring"],
+            "seeds": [3, 4],
+            "backend": "tape",
+            "task": {"name": "digits/mlp", "epochs": 1, "batch": 16, "partition": partition},
+        }
+        made[partition] = tmp_path_factory.mktemp("divided")
+        bench(specs.build(raw), made[partition], jobs=1, quiet=True)
+        write(made[partition])
+    return made
+
+
+def counted(partition, n):
+    """Samples of each label on each replica, one by one."""
+    train, _ = data.digits()
+    table = [[0] * n for _ in range(10)]
+    for i, shard in enumerate(sampler(partition, train, n, 16, 3).shards):
+        for sample in shard.tolist():
+            table[int(train[1][sample])][i] += 1
+    return table
+
+
+@pytest.mark.parametrize("partition", ["dirichlet:alpha=0.3", "shards"])
+def test_the_split_is_counted_and_kept_in_the_store(divided, partition):
+    store = Store(divided[partition] / FILE)
+    kept = partitions.kept(store)
+    assert (kept.name, kept.seed, kept.distinct, kept.labels) == (partition, 3, 10, [str(k) for k in range(10)])
+    for n in (4, 11):
+        assert kept.counts[n] == counted(partition, n)
+        assert kept.kinds[n] == [sum(row[i] > 0 for row in kept.counts[n]) for i in range(n)]
+        assert sum(map(sum, kept.counts[n])) == 1437
+    sizes = [sum(row[i] for row in kept.counts[11]) for i in range(11)]
+    text = (divided[partition] / "report.html").read_text()
+    assert f"at n=11, seed 3, a replica holds {min(sizes)} to {max(sizes)} samples (mean 131)" in text
+
+
+def test_many_labels_are_put_together():
+    task = Task(
+        "many", lambda: torch.nn.Linear(1, 1), (torch.zeros(1200, 1), torch.arange(1200) % 250), (torch.zeros(1, 1),) * 2
+    )
+    raw = {"name": "x", "replicas": [5], "methods": ["ring"], "task": {"name": "digits/mlp", "epochs": 1, "batch": 1, "partition": "shards"}}  # fmt: skip
+    made = partitions.split(specs.build(raw), task)
+    assert len(made.labels) == len(made.counts[5]) == 84
+    assert (made.labels[0], made.labels[-1], made.distinct) == ("0–2", "249", 250)
+    assert sum(map(sum, made.counts[5])) == 1200
+    assert max(made.kinds[5]) <= 240
+    unlabelled = Task("none", lambda: torch.nn.Linear(1, 1), (torch.zeros(1200, 1),), (torch.zeros(1, 1),))
+    assert partitions.split(specs.build(raw), unlabelled) is None
+
+
+def test_without_a_split_there_is_nothing_to_draw(divided):
+    assert partitions.kept(Store(divided["reshuffled"] / FILE)) is None
+    text = (divided["reshuffled"] / "report.html").read_text()
+    assert "split for good" not in text
+    assert '"id":"partition"' not in text
+
+
+@needs_browser
+def test_the_split_is_drawn(browser, divided):
+    open_page(browser, divided["dirichlet:alpha=0.3"])
+    assert [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
+    table = counted("dirichlet:alpha=0.3", 11)
+    sizes = [sum(row[i] for row in table) for i in range(11)]
+    x, y, z = plotted(browser, "partition")["heatmap"]
+    assert (x, y) == (list(range(11)), [str(k) for k in range(10)])
+    assert any(v is None for row in z for v in row)
+    for row, counts in zip(z, table, strict=True):
+        assert [v or 0 for v in row] == pytest.approx([c / size for c, size in zip(counts, sizes, strict=True)], rel=1e-4)
+    section = browser.find_element(By.ID, "partition").find_element(By.XPATH, "..")
+    choices = [Select(box) for box in section.find_elements(By.TAG_NAME, "select")]
+    choices[0].select_by_visible_text("4")
+    choices[1].select_by_visible_text("samples")
+    assert [[v or 0 for v in row] for row in plotted(browser, "partition")["heatmap"][2]] == counted("dirichlet:alpha=0.3", 4)

@@ -190,6 +190,7 @@ def test_weight_decay_acts_on_the_mixed_parameters_in_adapt_while_combine():
 # --- Optimizers on a block -----------------------------------------------------------------------------------------------
 
 ELEMENTWISE = ["sgd", "adam", "adamw", "nadam", "radam", "rmsprop", "adagrad", "adadelta", "adamax", "rprop"]
+ELEMENTWISE += ["accumadam", "accumadamw"]
 
 
 @pytest.mark.parametrize("spare", [False, True])
@@ -270,6 +271,7 @@ RESUME = [
     ("dsgd-awc", "one-peer-exponential", Recipe("adam", 1e-3, clip=1.0), mlp, "vmap:4"),
     ("allreduce", "complete", Recipe("adamw", 1e-3, {"weight_decay": 0.1}, spare_norms=True), Dropout, "loop"),
     ("dsgd-atc", "torus", Recipe("adafactor", 1e-2), mlp, "tape"),
+    ("dsgd-awc", "one-peer-exponential", Recipe("accumadamw", 1e-3, {"accum_iter": 4}, spare_norms=True), Cnn, "loop"),
 ]
 
 

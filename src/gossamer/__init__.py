@@ -1,6 +1,8 @@
 """Gossamer: decentralized data-parallel training for PyTorch."""
 
 from gossamer import graphs
+from gossamer.accum_adam import AccumAdam, AccumAdamW
+from gossamer.decay import decay_groups
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph
 from gossamer.learning_rates import Constant, InverseSqrt, LearningRate, StepDecay, WarmupCosine
@@ -13,6 +15,8 @@ from gossamer.trainer import EpochRecord, Evaluation, Settings, Trainer, Trainin
 
 __all__ = [
     "ACCURACY",
+    "AccumAdam",
+    "AccumAdamW",
     "Ada",
     "Constant",
     "DecentralizedDataParallel",
@@ -33,5 +37,6 @@ __all__ = [
     "Trainer",
     "TrainingDiverged",
     "WarmupCosine",
+    "decay_groups",
     "graphs",
 ]

@@ -129,3 +129,13 @@ def check_parameters(module: nn.Module) -> None:
                 f"parameters {name!r} and {other!r} share memory but are not the same Parameter; "
                 "tie weights by assigning the same Parameter object to both"
             )
+
+
+def local_buffers(module: nn.Module) -> set[str]:
+    """The full names of buffers that belong to one replica's data, such as the hidden state of a recurrent network, so that
+    their mean over replicas has no meaning. A module class says which of its own are: ``local_buffers = {"h", "c"}``."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        for name in getattr(type(part), "local_buffers", ())
+    }

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gossamer import graphs, picture
-from gossamer.apps import tasks
+from gossamer.apps import data_cli, tasks
 from gossamer.dbench import compare as comparing
 from gossamer.dbench import report as reporting
 from gossamer.dbench.results import as_csv, results
@@ -26,6 +26,7 @@ from gossamer.dbench.store import FILE, Store
 from gossamer.errors import GossamerError
 from gossamer.exchange import Exchange
 from gossamer.links import open_link
+from gossamer.runtime import commands as runtime
 
 app = typer.Typer(
     help="Decentralized data-parallel training: compare it, look inside it.",
@@ -41,10 +42,10 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="An output folder of
 @app.command("bench")
 def bench_command(
     spec: Annotated[str, typer.Argument(metavar="SPEC|NAME", help=f"A TOML file, or a shipped spec: {', '.join(shipped())}.")],
-    out: Annotated[Path | None, typer.Option(help="Where results go. [default: runs/NAME]", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Where results go. (default: runs/NAME)", show_default=False)] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(help="Cells that run side by side, one thread each. [default: one per core]", show_default=False),
+        typer.Option(help="Cells that run side by side, one thread each. (default: one per core)", show_default=False),
     ] = None,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda …")] = "cpu",
     checkpoint_seconds: Annotated[float, typer.Option(help="Save the running cells about this often.")] = 10.0,
@@ -133,7 +134,7 @@ def graph_command(
     name: Annotated[str, typer.Argument(help="A graph with its parameters, such as ring or lattice:k=10.")],
     n: Annotated[int, typer.Option("-n", help="Replicas.")] = 16,
     picture_file: Annotated[
-        Path | None, typer.Option("--picture", help="Where the SVG goes. [default: NAME-N.svg]", show_default=False)
+        Path | None, typer.Option("--picture", help="Where the SVG goes. (default: NAME-N.svg)", show_default=False)
     ] = None,
 ) -> None:
     """Print a graph's properties and draw it."""
@@ -168,8 +169,11 @@ def graph_command(
 
 @app.command("tasks")
 def tasks_command() -> None:
-    """List the tasks that a spec can name."""
-    typer.echo("\n".join(tasks.names()))
+    """List the tasks that a spec can name, with their options and what these are by default."""
+    for name in tasks.names():
+        options = ", ".join(f"{key} = {json.dumps(value)}" for key, value in tasks.defaults(name).items() if value is not None)
+        typer.echo(f"{name:<22}{options}")
+    typer.echo("Of all: train and test, the number of samples (or tokens) to use. In a spec: [task] options = { … }")
 
 
 @app.command("launch", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
@@ -203,6 +207,9 @@ def launch_command(
     raise typer.Exit(outcome.exit_code)
 
 
+app.command("plan")(runtime.plan_command)
+app.command("calibrate")(runtime.calibrate_command)
+app.add_typer(data_cli.app, name="data")
 lab_app = typer.Typer(help="Several hosts with limited links, on this one Linux machine.", no_args_is_help=True)
 app.add_typer(lab_app, name="lab")
 
@@ -216,7 +223,7 @@ def lab_run_command(
     rate: Annotated[
         str | None,
         typer.Option(
-            help="What a host can send: 1gbit for all, or 1gbit,200mbit one by one. [default: no limit]", show_default=False
+            help="What a host can send: 1gbit for all, or 1gbit,200mbit one by one. (default: no limit)", show_default=False
         ),
     ] = None,
     workers_per_host: Annotated[int, typer.Option(help="Processes on each host.")] = 1,
@@ -247,6 +254,9 @@ def main() -> None:
     except GossamerError as error:
         typer.echo(f"gossamer: {error}", err=True)
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as end:
+        # typer makes a quiet exit of Ctrl-C, as if a command had ended so by itself.
+        if isinstance(end, SystemExit) and not isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):
+            raise
         typer.echo("gossamer: interrupted; finished runs are kept", err=True)
         raise SystemExit(130) from None

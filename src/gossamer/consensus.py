@@ -1,14 +1,18 @@
-"""The mean over the workers of a module's parameters and floating-point buffers: for a while, or for good."""
+"""The mean over the workers of a module's parameters and floating-point buffers: for a while, or for good.
+
+Buffers that a module declares as its ``local_buffers`` (a hidden state) are left out: each worker keeps its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gossamer.blocks import local_buffers
 from gossamer.exchange import Exchange
 from gossamer.flat import Flat
 from gossamer.mixer import Mixer
@@ -24,14 +28,15 @@ def averaged(flat: Flat, mixer: Mixer, model: nn.Module, batches: Iterable[Any] 
         rows = [mixer.mean(block.x[0], "consensus()").clone() for block in flat.blocks]
         places = [(m._buffers, key) for m in flat.module.modules() for key, b in m._buffers.items() if b is not None]
         own = [owner[key] for owner, key in places]
-        means = mean_buffers([b for b in own if b is not None], mixer)
+        shared = _shared(flat.module, own)
+        means = mean_buffers([b for b in own if b is not None], shared, mixer)
     flat.point_at(rows)
     for (owner, key), mean in zip(places, means, strict=True):
         owner[key] = mean
     try:
         if batches is not None:
             torch.optim.swa_utils.update_bn(batches, model, device=flat.blocks[0].x.device)
-            for b, mean in zip(means, mean_buffers(means, mixer), strict=True):
+            for b, mean in zip(means, mean_buffers(means, shared, mixer), strict=True):
                 b.copy_(mean)
         yield
     finally:
@@ -45,7 +50,7 @@ def average_(flat: Flat, mixer: Mixer) -> None:
     for block in flat.blocks:
         block.x[0].copy_(mixer.mean(block.x[0], "average_()"))
     buffers = list(flat.module.buffers())
-    for b, mean in zip(buffers, mean_buffers(buffers, mixer, "average_()"), strict=True):
+    for b, mean in zip(buffers, mean_buffers(buffers, _shared(flat.module, buffers), mixer, "average_()"), strict=True):
         _write(b, mean)
 
 
@@ -73,15 +78,23 @@ def hand_over(flat: Flat, exchange: Exchange, source: int, to: list[int]) -> Non
             _write(t, sent.reshape(t.shape))
 
 
-def mean_buffers(buffers: list[Tensor], mixer: Mixer, what: str = "consensus()") -> list[Tensor]:
-    """The floating-point ones averaged, the others copied."""
+def mean_buffers(buffers: list[Tensor], shared: list[bool], mixer: Mixer, what: str = "consensus()") -> list[Tensor]:
+    """The floating-point ones that are shared averaged, the others copied."""
     made = [b.detach().clone() for b in buffers]
-    for dtype in dict.fromkeys(b.dtype for b in made if b.is_floating_point()):
-        some = [b for b in made if b.dtype == dtype]
+    averaged = [b for b, meant in zip(made, shared, strict=True) if meant and b.is_floating_point()]
+    for dtype in dict.fromkeys(b.dtype for b in averaged):
+        some = [b for b in averaged if b.dtype == dtype]
         mean = mixer.mean(torch.cat([b.flatten() for b in some]), what)
         for b, part in zip(some, mean.split([b.numel() for b in some]), strict=True):
             b.copy_(part.reshape(b.shape))
     return made
+
+
+def _shared(module: nn.Module, buffers: Sequence[Tensor | None]) -> list[bool]:
+    """Which of its buffers are not local."""
+    names = local_buffers(module)
+    local = {id(b) for name, b in module.named_buffers(remove_duplicate=False) if name in names}
+    return [id(b) not in local for b in buffers]
 
 
 def _write(t: Tensor, values: Tensor) -> None:

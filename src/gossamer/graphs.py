@@ -13,6 +13,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import networkx as nx
 import numpy as np
@@ -365,6 +366,17 @@ def families() -> list[str]:
 def describe(name: str) -> str:
     """What a family is, in its own words."""
     return inspect.cleandoc(_FAMILIES[name].__doc__ or "")
+
+
+_T = TypeVar("_T")
+OVER_HOSTS = ("alternating-exponential-ring", "hierarchical")  # these must know how many workers a host has
+
+
+def told_hosts(graph: _T, per_node: int) -> _T | str:
+    """A graph over hosts whose name says nothing about them, with the number of workers per host; any other as it is."""
+    if isinstance(graph, str) and graph.replace("_", "-") in OVER_HOSTS:
+        return f"{graph}:per_node={per_node}"
+    return graph
 
 
 def parse(text: str, n: int) -> Graph:

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gossamer.accum_adam import AccumAdam, AccumAdamW
 from gossamer.blocks import Block
 from gossamer.errors import GossamerError
 from gossamer.replicas import Replicas
 
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Rprop")
+_OURS = {"accumadam": AccumAdam, "accumadamw": AccumAdamW}  # elementwise too
+_NAMES = (*(name.lower() for name in _ELEMENTWISE), *_OURS)
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")  # these have a one-pass kernel on CPU and CUDA
 _REFUSED = {
     "LBFGS": "it evaluates the loss several times per step",
@@ -30,8 +33,9 @@ _REFUSED = {
 class Recipe:
     """Which optimizer, and how.
 
-    ``options`` go to the torch optimizer as they are (momentum, betas, weight_decay …). ``clip`` bounds the global gradient
-    norm of each replica. ``spare_norms`` keeps weight decay off biases and norm layers.
+    ``name``: one of ``torch.optim`` in lower case, or ``accumadam``, ``accumadamw``. ``options`` go to the optimizer as they are
+    (momentum, betas, weight_decay, accum_iter …). ``clip`` bounds the global gradient
+    norm of each replica. ``spare_norms`` keeps weight decay off biases and norm layers (``decay.py`` says which those are).
     """
 
     name: str = "sgd"
@@ -46,15 +50,13 @@ class Recipe:
             for name, cls in vars(torch.optim).items()
             if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
         }
-        cls = known.get(self.name.lower())
+        cls = (known | _OURS).get(self.name.lower())
         if cls is None:
-            raise GossamerError(
-                f"optimizer {self.name!r} is not in torch.optim; use one of {', '.join(n.lower() for n in _ELEMENTWISE)}"
-            )
+            raise GossamerError(f"optimizer {self.name!r} is not in torch.optim; use one of {', '.join(_NAMES)}")
         if cls.__name__ in _REFUSED:
             raise GossamerError(
                 f"optimizer {self.name!r} can't run on a block of replicas: {_REFUSED[cls.__name__]}; "
-                f"use one of {', '.join(n.lower() for n in _ELEMENTWISE)}"
+                f"use one of {', '.join(_NAMES)}"
             )
         return cls
 
@@ -86,7 +88,7 @@ class BlockOptimizer:
         self.recipe, self.replicas = recipe, replicas
         kind = recipe.kind()
         self._params: list[tuple[nn.Parameter, _Place]] = []
-        if kind.__name__ in _ELEMENTWISE:
+        if kind.__name__ in _ELEMENTWISE or kind in _OURS.values():
             shares = [self._elementwise(replicas)]
         else:
             shares = [self._one_replica(replicas, i) for i in range(replicas.r)]

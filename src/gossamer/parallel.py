@@ -34,7 +34,7 @@ from gossamer.exchange import Exchange
 from gossamer.flat import Flat, refuse_unfit
 from gossamer.flights import Traffic
 from gossamer.gradients import Gradients
-from gossamer.graphs import Graph
+from gossamer.graphs import Graph, told_hosts
 from gossamer.links import open_link
 from gossamer.mixer import Mixer, Wire
 from gossamer.profile import Profile
@@ -66,7 +66,7 @@ class DecentralizedDataParallel(Wrapper):
     def __init__(
         self,
         module: nn.Module,
-        graph: str | Graph | Schedule = "one-peer-exponential",
+        graph: str | Graph | Schedule = "auto",
         *,
         order: Order = "awc",
         local_steps: int = 1,
@@ -541,12 +541,13 @@ class DecentralizedDataParallel(Wrapper):
 
 
 def _per_host(graph: str | Graph | Schedule) -> str | Graph | Schedule:
-    """A graph over hosts takes the number of workers per host from torchrun, if it is not told."""
-    hosts = ("alternating-exponential-ring", "hierarchical")
-    local = os.environ.get("LOCAL_WORLD_SIZE")
-    if isinstance(graph, str) and graph.replace("_", "-") in hosts and local:
-        return f"{graph}:per_node={local}"
-    return graph
+    """What torchrun says about hosts decides what ``auto`` is; a graph over hosts takes the workers per host from there too."""
+    n, local = (int(os.environ.get(key) or 1) for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if graph == "auto":
+        hosts, rest = divmod(n, local)
+        over_hosts = local > 1 and hosts > 1 and not rest and not hosts & (hosts - 1)
+        graph = "alternating-exponential-ring" if over_hosts else "one-peer-exponential"
+    return told_hosts(graph, local) if "LOCAL_WORLD_SIZE" in os.environ else graph
 
 
 def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:

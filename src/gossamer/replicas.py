@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from gossamer import seeds
+from gossamer import decay, seeds
 from gossamer.backends import Backend, Batch, Loss, choose
-from gossamer.blocks import Block, check_parameters
+from gossamer.blocks import Block, check_parameters, local_buffers
 from gossamer.errors import GossamerError
 
 Across = Callable[[Tensor], Tensor]
-_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
 class Replicas:
@@ -54,11 +53,10 @@ class Replicas:
         self.template = self._built(build, 0 if init == "same" else first).to(self.device)
         self._params = dict(self.template.named_parameters())
         trainable = {name: p for name, p in self._params.items() if p.requires_grad}
-        norms = {id(p) for m in self.template.modules() if isinstance(m, _NORMS) for p in m.parameters(recurse=False)}
+        spared = decay.spared(self.template)
         by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter, bool]]] = {}
         for name, p in trainable.items():
-            spared = p.ndim <= 1 or id(p) in norms or name.rpartition(".")[2].startswith("bias")
-            by_dtype.setdefault(p.dtype, []).append((name, p, spared))
+            by_dtype.setdefault(p.dtype, []).append((name, p, name in spared))
         self.blocks = [Block(named, r, self.device) for named in by_dtype.values()]
         self._trainable = [[trainable[slot.name] for slot in block.slots] for block in self.blocks]
         places = {slot.name: (block, k) for block in self.blocks for k, slot in enumerate(block.slots)}
@@ -219,15 +217,16 @@ class Replicas:
             self.template.train(was_training)
 
     def mean_state(self, across: Across = lambda row: row) -> dict[str, Tensor]:
-        """Parameters and floating-point buffers averaged over the rows; other buffers are the first replica's. ``across``: the
-        mean of a flat tensor over processes, if there are several."""
+        """Parameters and floating-point buffers averaged over the rows; other buffers, and those that a module declares as
+        ``local_buffers``, are the first replica's. ``across``: the mean of a flat tensor over processes, if there are several."""
         state = dict(self.frozen)
+        local = local_buffers(self.template)
         for block in self.blocks:
             mean = across(block.x.mean(dim=0))
             for slot in block.slots:
                 state[slot.name] = mean.as_strided(slot.shape, slot.strides, slot.start)
         for name, stacked in self.buffers.items():
-            if stacked.is_floating_point():
+            if stacked.is_floating_point() and name not in local:
                 mean = stacked.mean(dim=0)
                 state[name] = across(mean.flatten()).reshape(mean.shape)
             else:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
-from gossamer import checkpoint, profile, shards
+from gossamer import batch_norm, checkpoint, profile, seeds, shards
 from gossamer.algorithms import algorithm
 from gossamer.backends import Backend
+from gossamer.batch_norm import BatchNorm
 from gossamer.errors import GossamerError
 from gossamer.exchange import Exchange
 from gossamer.graphs import Graph
@@ -26,7 +30,10 @@ from gossamer.replicas import Replicas
 from gossamer.rounds import Mean
 from gossamer.sampling import sampler
 from gossamer.schedules import Schedule, schedule
+from gossamer.sources import Draw, source
 from gossamer.tasks import Task
+
+_REESTIMATE, _REESTIMATE_BATCH = 2048, 128  # training samples with which BatchNorm's statistics are estimated anew
 
 
 class TrainingDiverged(GossamerError):
@@ -50,6 +57,7 @@ class Settings:
     vmap_randomness: bool = False
     profile_every: int = 0  # steps; 0: never
     device: str = "cpu"
+    batch_norm: BatchNorm = "reestimate"  # how the averaged model gets its running statistics (see batch_norm.py)
     wire: Wire = "float32"  # bfloat16: rows that travel by edges are rounded (see mixer.py)
 
 
@@ -122,9 +130,9 @@ class Trainer:
         )
         self.algorithm = kind(BlockOptimizer(settings.optimizer, self.replicas))
         self.learning_rate = settings.learning_rate or LearningRate(settings.optimizer.lr)
-        self.train = tuple(t.to(self.device) for t in task.train)
+        self.train = source(task.train).to(self.device)
         self.batches = sampler(settings.partition, self.train, n, settings.batch, settings.seed)
-        self.test = tuple(t.to(self.device) for t in task.test)
+        self.test = source(task.test).to(self.device)
         self.steps = self.batches.steps_per_epoch * settings.epochs
         self.step = 0  # steps done
         self.bytes = 0  # received by each replica so far
@@ -242,7 +250,7 @@ class Trainer:
 
     def value(self) -> float:
         """The metric of the averaged model on the test data."""
-        with self.replicas.averaged(self.mixer.mean) as model:
+        with self.averaged() as model:
             return self.task.metric.of(model, self.test)
 
     def evaluate(self) -> Evaluation:
@@ -252,9 +260,28 @@ class Trainer:
             with self.replicas.replica(i) as model:
                 mine.append(self.task.metric.of(model, self.test))
         values = self.mixer.gather(torch.tensor(mine, dtype=torch.float64), "evaluate").tolist()
-        with self.replicas.averaged(self.mixer.mean) as model:  # on as many training samples as there are test samples
-            seen = self.task.metric.of(model, tuple(tensor[: len(self.test[0])] for tensor in self.train))
-        return Evaluation(self.value(), sum(values) / len(values), self.task.metric.worst(values), seen)
+        with self.averaged() as model:
+            value = self.task.metric.of(model, self.test)
+            seen = self.task.metric.of(model, self.train, len(self.test))
+        return Evaluation(value, sum(values) / len(values), self.task.metric.worst(values), seen)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        """The averaged model, in evaluation mode, for as long as the block lasts. All processes take part."""
+        with self.replicas.averaged(self.mixer.mean) as model:
+            if self.settings.batch_norm == "reestimate" and batch_norm.layers(model):
+                with seeds.undisturbed(self.device):  # dropout may draw
+                    batch_norm.reestimate(model, self._passes(model))
+            yield model
+
+    def _passes(self, model: nn.Module) -> Iterator[Callable[[], object]]:
+        """Some training data, the same ones each time and in every process."""
+        some = torch.randperm(len(self.train), generator=seeds.generator(self.settings.seed, -7))[:_REESTIMATE]
+        parts = [part for part in some.split(_REESTIMATE_BATCH) if len(part) > 1 or len(some) == 1]
+        for k, part in enumerate(parts):
+            seeds.set_default(seeds.derive(self.settings.seed, -8, k), self.device)
+            (batch,) = zip(*self.train.draw(part.unsqueeze(0), Draw(self.settings.seed, -1 - k, 0)), strict=True)
+            yield functools.partial(self.task.loss, model, *batch)
 
     # --- Checkpoint and resume -------------------------------------------------------------------------------------------
 
@@ -344,5 +371,6 @@ class Trainer:
             "partition": s.partition,
             "init": s.init,
             "wire": s.wire,
+            "batch_norm": s.batch_norm,
             "tensors": [[slot.name, list(slot.shape)] for block in self.replicas.blocks for slot in block.slots],
         }

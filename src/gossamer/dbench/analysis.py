@@ -34,6 +34,7 @@ class RunData:
     dispersion: dict[str, np.ndarray]
     consensus: np.ndarray
     changes: tuple[Change, ...]
+    step_seconds: float | None = None  # on the cluster that the spec names; predicted
 
     @property
     def value(self) -> float | None:
@@ -95,6 +96,7 @@ def estimate(values: Iterable[float]) -> Estimate:
 def load(store: Store) -> list[RunData]:
     """Everything that is finished."""
     spec = store.spec()
+    clock = (store.meta("clock") or {}).get("seconds", {})
     loaded = []
     for run in store.runs():
         if run.status not in ("done", "diverged"):
@@ -112,6 +114,7 @@ def load(store: Store) -> list[RunData]:
                 dispersion={m: measured[m].numpy() for m in MEASURES},
                 consensus=np.array([look.consensus_distance for look in looks]),
                 changes=tuple(store.changes(run.id)),
+                step_seconds=clock.get(run.method, {}).get(str(run.replicas)),
             )
         )
     return loaded
@@ -282,7 +285,7 @@ def _within_one(rho: Estimate) -> Estimate:
 
 @dataclass(frozen=True)
 class ToTarget:
-    """When a method first reached the target: mean epochs and bytes over the seeds that did."""
+    """When a method first reached the target: mean epochs and bytes over the seeds that did, and seconds if there is a clock."""
 
     method: str
     replicas: int
@@ -290,6 +293,7 @@ class ToTarget:
     bytes: Estimate
     reached: int
     seeds: int
+    seconds: Estimate | None = None  # predicted
 
 
 def to_target(runs: Sequence[RunData], target: float, higher_is_better: bool = True) -> list[ToTarget]:
@@ -303,7 +307,9 @@ def to_target(runs: Sequence[RunData], target: float, higher_is_better: bool = T
                 first += good[:1]
             if cell:
                 epochs, received = estimate(e.epoch + 1 for e in first), estimate(e.bytes for e in first)
-                found.append(ToTarget(method, n, epochs, received, len(first), len(cell)))
+                each = cell[0].step_seconds
+                seconds = None if each is None else estimate(e.step * each for e in first)
+                found.append(ToTarget(method, n, epochs, received, len(first), len(cell), seconds))
     return found
 
 

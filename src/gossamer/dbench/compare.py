@@ -19,14 +19,14 @@ _SPEED_NOISE = 0.15  # timings on one machine vary by about this much from run t
 
 
 def table(first: Store, second: Store) -> Table:
-    found = differences(first.meta("spec"), second.meta("spec"))
+    found = differences(first.spec().model_dump(mode="json"), second.spec().model_dump(mode="json"))
     if found:
         raise GossamerError(f"{first.path.parent} and {second.path.parent} are of different specs: {'; '.join(found)}")
     a, b = analysis.load(first), analysis.load(second)
     if not a or not b:
         empty = first if not a else second
         raise GossamerError(f"{empty.path.parent} has no finished run yet, so there is nothing to compare")
-    metric = first.meta("metric")["name"]
+    metric, higher = first.meta("metric")["name"], first.meta("metric")["higher_is_better"]
     made = Table(
         "method",
         "n",
@@ -44,13 +44,13 @@ def table(first: Store, second: Store) -> Table:
         for method in analysis.methods([*a, *b]):
             x, y = (analysis.select(runs, method, n) for runs in (a, b))
             if x and y:
-                made.add_row(*map(Text, (method, str(n), *_row(x, y))))
+                made.add_row(*map(Text, (method, str(n), *_row(x, y, higher))))
             elif x or y:
                 made.add_row(*map(Text, (method, str(n), "", "", "", f"not finished in {'B' if x else 'A'}", "")))
     return made
 
 
-def _row(x: list[RunData], y: list[RunData]) -> tuple[str, str, str, str, str]:
+def _row(x: list[RunData], y: list[RunData], higher: bool) -> tuple[str, str, str, str, str]:
     values = [analysis.estimate(r.value for r in runs if r.value is not None) for runs in (x, y)]
     other = {r.run.seed: r for r in y}
     pairs = [(r, other[r.run.seed]) for r in x if r.run.seed in other]
@@ -62,17 +62,19 @@ def _row(x: list[RunData], y: list[RunData]) -> tuple[str, str, str, str, str]:
     if [r.run.seed for r in x if r.value is None] != [r.run.seed for r in y if r.value is None]:
         verdict = f"differs: {lost[0]} diverged in A, {lost[1]} in B"
     else:
-        verdict = _verdict(difference, both) + (f" ({lost[0]} diverged in both)" if lost[0] else "")
+        verdict = _verdict(difference, both, higher) + (f" ({lost[0]} diverged in both)" if lost[0] else "")
     if len(pairs) < max(len(x), len(y)):
         verdict += f", {len(pairs)} seeds in both"
-    return shown(values[0], 4), shown(values[1], 4), shown(difference, 4), verdict, speed
+    return shown(values[0], 1), shown(values[1], 1), shown(difference, 1), verdict, speed
 
 
-def _verdict(difference: Estimate, both: list[tuple[float, float]]) -> str:
+def _verdict(difference: Estimate, both: list[tuple[float, float]], higher: bool) -> str:
     if not both:
         return "nothing to compare"
     if all(r == s for r, s in both):
         return "identical"
     if math.isnan(difference.low):
         return "one seed: can't tell"
-    return "differs" if difference.above_zero() or difference.below_zero() else "within noise"
+    if not difference.above_zero() and not difference.below_zero():
+        return "within noise"
+    return "differs: B is better" if difference.above_zero() == higher else "differs: B is worse"

@@ -15,6 +15,7 @@ import numpy as np
 
 from gossamer.dbench import analysis
 from gossamer.dbench.analysis import RunData
+from gossamer.dbench.partition import Partition
 from gossamer.profile import MEASURES
 
 # Okabe and Ito's colours, which most people can tell apart, on white and on black.
@@ -42,14 +43,17 @@ class Figure:
     variants: list[dict[str, Any]]
 
 
-def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool) -> list[Figure]:
+def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool, partition: Partition | None = None) -> list[Figure]:
     sizes = [str(n) for n in reversed(analysis.scales(runs))]  # the largest first: it is what is shown at the start
     colour = {m: _COLOURS[k % len(_COLOURS)] for k, m in enumerate(analysis.methods(runs))}
     measures = [_NAMES[m] for m in MEASURES]
     key = dict(zip(measures, MEASURES, strict=True))
     ranked = [m for m in analysis.methods(runs) if any(len(r.steps) for r in analysis.select(runs, m))]
     scale: dict[str, list[str]] = {"replicas": sizes}
+    epochs = max((len(r.epochs) for r in runs), default=0)
     by_measure = {"replicas": sizes, "measure": measures}
+    # What is better lower (perplexity, loss) is above 0 and spans decades.
+    on_y: dict[str, Any] = {"y": metric} if higher_is_better else {"y": f"{metric} (lower is better)", "ylog": True}
     made = [
         _figure(
             "epochs",
@@ -57,7 +61,7 @@ def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool) -> lis
             "Averaged model on test data, mean over seeds.",
             scale,
             lambda n: _by_epoch(runs, int(n), colour),
-            Axes("epoch", metric),
+            Axes("epoch", whole=epochs, **on_y),
         ),
         _figure(
             "connections",
@@ -65,15 +69,7 @@ def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool) -> lis
             "Each dot is one run. Connections are averaged over training.",
             scale,
             lambda n: _against_connections(runs, int(n), colour),
-            Axes("connections per replica and step", metric, xlog=True),
-        ),
-        _figure(
-            "scale",
-            f"Final {metric} against scale",
-            "Mean over seeds; bars are 95 % intervals.",
-            {},
-            lambda: _against_scale(runs, colour),
-            Axes("replicas", metric),
+            Axes("connections per replica and step", xlog=True, **on_y),
         ),
         _figure(
             "bytes",
@@ -81,9 +77,33 @@ def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool) -> lis
             "What each replica has received when each has its own worker; mean over seeds.",
             scale,
             lambda n: _against_bytes(runs, int(n), colour),
-            Axes("MB per replica", metric),
+            Axes("MB per replica", **on_y),
         ),
     ]
+    if len(sizes) > 1:
+        made.insert(
+            2,
+            _figure(
+                "scale",
+                f"Final {metric} against scale",
+                "Mean over seeds; bars are 95 % intervals.",
+                {},
+                lambda: _against_scale(runs, colour),
+                Axes("replicas", **on_y),
+            ),
+        )
+    if any(r.step_seconds is not None for r in runs):
+        made.append(
+            _figure(
+                "clock",
+                f"{metric.capitalize()} against predicted time",
+                "Predicted, not measured: what the runtime model says that these steps take on the cluster that the spec names, one "
+                "replica per worker. Averaged model on test data, mean over seeds.",
+                scale,
+                lambda n: _against_clock(runs, int(n), colour),
+                Axes("predicted seconds", **on_y),
+            )
+        )
     if ranked:
         made += [
             _figure(
@@ -108,7 +128,7 @@ def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool) -> lis
                 "Each dot is one run; dispersion over the first tenth of training.",
                 by_measure,
                 lambda n, m: _early(runs, int(n), key[m], colour),
-                Axes("early dispersion", metric, xlog=True),
+                Axes("early dispersion", xlog=True, **on_y),
             ),
             _figure(
                 "tensors",
@@ -127,7 +147,19 @@ def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool) -> lis
                 "How the graph thins out: connections of a replica, averaged over the steps of each epoch.",
                 scale,
                 lambda n: _degree(runs, int(n), colour),
-                Axes("epoch", "connections per replica", ylog=True),
+                Axes("epoch", "connections per replica", ylog=True, whole=epochs),
+            )
+        )
+    if partition is not None:
+        made.append(
+            _figure(
+                "partition",
+                "Labels of each replica",
+                f"What each replica holds for good ({partition.name}, seed {partition.seed}): the share of each label in "
+                "its samples, or their number. Blank: none.",
+                {"replicas": sizes, "show": ["share", "samples"]},
+                lambda n, show: _partition(partition, int(n), show),
+                Axes("replica", "label", names=True),
             )
         )
     return made
@@ -140,13 +172,18 @@ class Axes:
     xlog: bool = False
     ylog: bool = False
     names: bool = False  # the y axis has names, not numbers
+    whole: int = 0  # x counts up to this number: ticks are whole numbers
 
 
 def _figure(
     id: str, title: str, caption: str, selectors: dict[str, list[str]], traces: Callable[..., list[Trace]], axes: Axes
 ) -> Figure:
     layout = {
-        "xaxis": {"title": {"text": axes.x}, "type": "log" if axes.xlog else "linear"},
+        "xaxis": {
+            "title": {"text": axes.x},
+            "type": "log" if axes.xlog else "linear",
+            **({"tick0": 0, "dtick": -(-axes.whole // 10)} if axes.whole else {}),
+        },
         "yaxis": {
             "title": {"text": axes.y},
             "type": "category" if axes.names else "log" if axes.ylog else "linear",
@@ -212,6 +249,16 @@ def _against_bytes(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> l
         _line(m, colour[m], _over_seeds(runs, m, n, lambda e: e.bytes / 1e6), _over_seeds(runs, m, n, lambda e: e.value))
         for m in colour
     ]
+
+
+def _against_clock(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> list[Trace]:
+    made = []
+    for m in colour:
+        each = next((r.step_seconds for r in analysis.select(runs, m, n)), None)
+        if each is not None:
+            steps = _over_seeds(runs, m, n, lambda e: e.step)
+            made.append(_line(m, colour[m], [s * each for s in steps], _over_seeds(runs, m, n, lambda e: e.value)))
+    return made
 
 
 def _degree(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> list[Trace]:
@@ -292,5 +339,22 @@ def _tensors(runs: Sequence[RunData], method: str, n: int) -> list[Trace]:
             "z": [[None if not math.isfinite(v) else round(float(v), 2) for v in row] for row in z],
             "colorscale": "Viridis",
             "colorbar": {"title": {"text": "log10"}, "thickness": 12},
+        }
+    ]
+
+
+def _partition(partition: Partition, n: int, show: str) -> list[Trace]:
+    counts = np.array(partition.counts[n], dtype=float)
+    values = counts / counts.sum(axis=0) if show == "share" else counts
+    return [
+        {
+            "type": "heatmap",
+            "x": list(range(n)),
+            "y": partition.labels,
+            "z": [_list(row) for row in np.where(counts > 0, values, np.nan)],
+            "zmin": 0,
+            "zmax": 1 if show == "share" else float(counts.max()),
+            "colorscale": "Viridis",
+            "colorbar": {"title": {"text": show}, "thickness": 12},
         }
     ]

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 
 from gossamer.dbench import analysis
 from gossamer.dbench.analysis import Estimate, RunData
+from gossamer.dbench.partition import Partition, sentence
 from gossamer.dbench.spec import CENTRALIZED, Spec
 
 _ENOUGH = 5  # with 3 or 4 methods ρ takes so few values that seeds agree by chance, and intervals come out too narrow
 
 
-def findings(runs: Sequence[RunData], spec: Spec, metric: str, higher_is_better: bool) -> list[str]:
+def findings(
+    runs: Sequence[RunData], spec: Spec, metric: str, higher_is_better: bool, partition: Partition | None = None
+) -> list[str]:
     if not runs:
         return ["No run is finished yet."]
     n = analysis.scales(runs)[-1]
@@ -21,6 +24,8 @@ def findings(runs: Sequence[RunData], spec: Spec, metric: str, higher_is_better:
     found += _scale(runs, metric)
     found += _correlations(runs, n, metric, higher_is_better)
     found += _early_and_late(runs, n)
+    if partition is not None:
+        found.append(sentence(partition, n))
     if any(r.centralized for r in runs):
         found.append("Centralized training keeps all replicas equal: its dispersion is exactly 0, so it is not ranked.")
     if spec.target is not None:
@@ -30,14 +35,22 @@ def findings(runs: Sequence[RunData], spec: Spec, metric: str, higher_is_better:
     return found
 
 
-def shown(e: Estimate, digits: int = 3) -> str:
+def digits(value: float) -> int:
+    """Decimal places for accuracies of 0.953 and perplexities of 312.4 alike."""
+    return 3 if abs(value) < 10 else 2 if abs(value) < 100 else 1
+
+
+def shown(e: Estimate, more: int = 0) -> str:
+    """``more`` decimal places than usual."""
     if math.isnan(e.mean):
         return "–"
-    return f"{e.mean:.{digits}f}" if math.isnan(e.low) else f"{e.mean:.{digits}f} ± {e.half:.{digits}f}"
+    places = digits(e.mean) + more
+    return f"{e.mean:.{places}f}" if math.isnan(e.low) else f"{e.mean:.{places}f} ± {e.half:.{places}f}"
 
 
 def _interval(e: Estimate) -> str:
-    return "one seed" if math.isnan(e.low) else f"95 % interval {e.low:+.3f} to {e.high:+.3f}, {e.seeds} seeds"
+    places = digits(max(abs(e.low), abs(e.high)))
+    return "one seed" if math.isnan(e.low) else f"95 % interval {e.low:+.{places}f} to {e.high:+.{places}f}, {e.seeds} seeds"
 
 
 def _finals(runs: Sequence[RunData], n: int) -> dict[str, Estimate]:
@@ -83,7 +96,7 @@ def _against(runs: Sequence[RunData], n: int, metric: str, higher: bool) -> list
             side = better if higher else worse
         elif e.below_zero():
             side = worse if higher else better
-        side.append(f"{method} ({e.mean:+.3f}, {_interval(e)})")
+        side.append(f"{method} ({e.mean:+.{digits(e.mean)}f}, {_interval(e)})")
     found = []
     if worse:
         found.append(f"Worse than {reference} at n={n}, seed by seed: {'; '.join(worse)}.")
@@ -103,7 +116,7 @@ def _scale(runs: Sequence[RunData], metric: str) -> list[str]:
     for method in analysis.methods(runs):
         a, b = (_finals(runs, n).get(method) for n in (first, last))
         if a is not None and b is not None:
-            parts.append(f"{method} {a.mean:.3f} → {b.mean:.3f}")
+            parts.append(f"{method} {a.mean:.{digits(a.mean)}f} → {b.mean:.{digits(b.mean)}f}")
     return [f"From n={first} to n={last} the {metric} goes: {', '.join(parts)}."] if parts else []
 
 
@@ -147,6 +160,7 @@ def _target(runs: Sequence[RunData], n: int, target: float, metric: str, higher:
     parts = []
     for t in analysis.to_target(runs, target, higher):
         if t.replicas == n:
-            reached = f"{t.epochs.mean:.1f} epochs, {t.bytes.mean / 1e6:.1f} MB" if t.reached else "never"
+            clock = "" if t.seconds is None else f", {t.seconds.mean:.3g} s predicted"
+            reached = f"{t.epochs.mean:.1f} epochs, {t.bytes.mean / 1e6:.1f} MB{clock}" if t.reached else "never"
             parts.append(f"{t.method} {reached}" + (f" ({t.reached} of {t.seeds} seeds)" if 0 < t.reached < t.seeds else ""))
     return [f"To reach {metric} {target:g} at n={n}: {'; '.join(parts)}."] if parts else []

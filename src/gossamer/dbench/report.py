@@ -14,8 +14,8 @@ from pathlib import Path
 from plotly.offline import get_plotlyjs
 
 from gossamer import graphs, picture
-from gossamer.dbench import analysis
-from gossamer.dbench.analysis import RunData
+from gossamer.dbench import analysis, partition
+from gossamer.dbench.analysis import Final, RunData
 from gossamer.dbench.figures import figures
 from gossamer.dbench.findings import findings, shown
 from gossamer.dbench.spec import Spec
@@ -48,14 +48,15 @@ def page(store: Store, runs: Sequence[RunData]) -> str:
     spec = store.spec()
     metric = store.meta("metric")
     name, higher = metric["name"], metric["higher_is_better"]
-    drawn = [asdict(figure) for figure in figures(runs, name, higher)]
+    split = partition.kept(store)
+    drawn = [asdict(figure) for figure in figures(runs, name, higher, split)]
     left = sum(run.status not in FINISHED for run in store.runs())
     parts = {
         "TITLE": html.escape(f"DBench: {spec.name}"),
         "DESCRIPTION": html.escape(spec.description),
         "UNFINISHED": f"<p class='note'>{left} runs are not finished; this report shows the others.</p>" if left else "",
-        "TABLE": _table(runs, name),
-        "FINDINGS": "".join(f"<li>{html.escape(sentence)}</li>" for sentence in findings(runs, spec, name, higher)),
+        "TABLE": _table(runs, name, higher, _statistics(store, spec)),
+        "FINDINGS": "".join(f"<li>{html.escape(sentence)}</li>" for sentence in findings(runs, spec, name, higher, split)),
         "ADA": _pictures(runs),
         "SPEC": html.escape(_spec(spec)),
         "MACHINE": _machine(runs),
@@ -82,9 +83,18 @@ def _spec(spec: Spec) -> str:
     return "\n".join(lines)
 
 
-def _table(runs: Sequence[RunData], metric: str) -> str:
+def _statistics(store: Store, spec: Spec) -> str:
+    """Which BatchNorm statistics the averaged model had, if it has any."""
+    if not store.meta("batch_norm_layers"):
+        return ""
+    how = "estimated anew on training data" if spec.task.batch_norm == "reestimate" else "the mean of the replicas'"
+    return f" Its BatchNorm statistics are {how}."
+
+
+def _table(runs: Sequence[RunData], metric: str, higher: bool, more: str) -> str:
     sizes = analysis.scales(runs)
-    finals = {(f.method, f.replicas): f for f in analysis.finals(runs)}
+    finals = {(f.method, f.replicas): f for f in analysis.finals(runs, higher)}
+    best = {n: _best([f for f in finals.values() if f.replicas == n], higher) for n in sizes}
     head = "".join(f"<th>n={n}</th>" for n in sizes)
     rows = []
     for method in analysis.methods(runs):
@@ -94,18 +104,26 @@ def _table(runs: Sequence[RunData], metric: str) -> str:
             text = "–" if final is None else shown(final.value)
             if final is not None and final.diverged:
                 text = f"{final.diverged} diverged" if math.isnan(final.value.mean) else f"{text} ({final.diverged} diverged)"
-            cells.append(f"<td>{html.escape(text)}</td>")
+            text = html.escape(text)
+            cells.append(f"<td>{f'<strong>{text}</strong>' if final is not None and final is best[n] else text}</td>")
         last = finals.get((method, sizes[-1]))
         worst = "–" if last is None else shown(last.worst_replica)
         received = "–" if last is None or math.isnan(last.bytes) else f"{last.bytes / 1e6:.1f}"
         rows.append(f"<tr><th>{html.escape(method)}</th>{''.join(cells)}<td>{worst}</td><td>{received}</td></tr>")
     largest = f"n={sizes[-1]}"
     return (
-        f"<p>Final {html.escape(metric)} of the averaged model on test data, mean ± 95 % interval over seeds.</p>"
+        f"<p>Final {html.escape(metric)} of the averaged model on test data, mean ± 95 % interval over seeds; "
+        f"{'higher' if higher else 'lower'} is better.{html.escape(more)}</p>"
         f"<div class='scroll'><table><thead><tr><th>method</th>{head}"
         f"<th>worst replica, {largest}</th><th>MB per replica, {largest}</th></tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
+
+
+def _best(finals: list[Final], higher: bool) -> Final | None:
+    """A method that diverged on some seed is not the best one, whatever the others gave."""
+    whole = [f for f in finals if not f.diverged and not math.isnan(f.value.mean)]
+    return (max if higher else min)(whole, key=lambda f: f.value.mean, default=None)
 
 
 def _pictures(runs: Sequence[RunData]) -> str:

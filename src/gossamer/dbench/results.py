@@ -31,6 +31,7 @@ def results(store: Store) -> list[dict[str, Any]]:
             "bytes_per_replica": run.bytes,
             "steps": run.steps,
             "seconds": run.seconds,
+            "predicted_seconds": _predicted(finished.get(run.id)),
             "consensus_distance": run.consensus_distance,
             "connections": _plain(finished[run.id].connections) if run.id in finished else None,
             "dispersion": _dispersion(finished.get(run.id)),
@@ -38,6 +39,13 @@ def results(store: Store) -> list[dict[str, Any]]:
         }
         for run in store.runs()
     ]
+
+
+def _predicted(data: RunData | None) -> float | None:
+    """On the cluster that the spec names."""
+    if data is None or data.step_seconds is None or data.run.steps is None:
+        return None
+    return data.run.steps * data.step_seconds
 
 
 def _dispersion(data: RunData | None) -> dict[str, dict[str, float | None]] | None:

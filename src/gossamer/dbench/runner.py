@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from gossamer import batch_norm
 from gossamer.apps import tasks
-from gossamer.dbench import machine
+from gossamer.dbench import clock, machine, partition
 from gossamer.dbench.cell import Book, backend_key, book, run_cell, trainer_for
 from gossamer.dbench.display import Display
 from gossamer.dbench.spec import Cell, Spec
@@ -34,6 +36,7 @@ from gossamer.optim import BlockOptimizer
 from gossamer.plans import rows_of
 from gossamer.replicas import Replicas
 from gossamer.sampling import sampler
+from gossamer.sources import source
 from gossamer.tasks import Task
 
 _BEAT = 0.1  # seconds between two progress messages of one cell
@@ -76,7 +79,7 @@ def bench(
     with _locked(out), _one_thread():
         store, runs, pending = _open(context, made)
         wanted = jobs or (1 if task is not None or device != "cpu" else machine.cores())
-        with Display(len(runs), len(runs) - len(pending), quiet) as display, _interruptible() as stop:
+        with _interruptible() as stop, Display(len(runs), len(runs) - len(pending), quiet) as display:
             _choose_backends(store, spec, made, pending, device, display)
             if min(wanted, len(pending)) <= 1:
                 _inline(context, store, made, pending, display, stop)
@@ -89,9 +92,15 @@ def bench(
 
 def _open(context: _Context, task: Task) -> tuple[Store, list[Run], list[Cell]]:
     """The store, its runs, and the cells that are still to be run."""
-    _check(context.spec, task, context.device)
-    shapes = {"name": task.name, "train": [list(t.shape) for t in task.train], "test": [list(t.shape) for t in task.test]}
+    model = _check(context.spec, task, context.device)
+    predicted = clock.predict(context.spec, task)
+    shapes = {"name": task.name, "train": source(task.train).describe(), "test": source(task.test).describe()}
     store = Store.create(context.out / FILE, context.spec, (task.metric.name, task.metric.higher_is_better), shapes)
+    if store.meta("batch_norm_layers") is None:
+        store.set_meta("batch_norm_layers", len(batch_norm.layers(model)))
+    partition.keep(store, context.spec, task)
+    if predicted is not None:
+        store.set_meta(clock.KEY, predicted)
     runs = store.runs()
     return store, runs, [Cell(r.method, r.replicas, r.seed) for r in runs if r.status not in FINISHED]
 
@@ -148,8 +157,8 @@ def _page(context: _Context, store: Store | None, cell: Cell, task: Task, exchan
     return Book(store, run, Path(path), backend)
 
 
-def _check(spec: Spec, task: Task, device: str) -> None:
-    """What can only be known with the task at hand, before a store is made for it."""
+def _check(spec: Spec, task: Task, device: str) -> nn.Module:
+    """What can only be known with the task at hand, before a store is made for it. Returns the task's model."""
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -160,6 +169,7 @@ def _check(spec: Spec, task: Task, device: str) -> None:
             settings = spec.settings(Cell(method.name, n, spec.seeds[0]))
             sampler(settings.partition, task.train, n, settings.batch, settings.seed)
         BlockOptimizer(settings.optimizer, one)
+    return one.template
 
 
 @dataclass(frozen=True)
@@ -173,7 +183,8 @@ class _Context:
     checkpoint_seconds: float
 
     def made_task(self) -> Task:
-        return self.task or tasks.make(self.spec.task.name, Path(self.spec.task.data) if self.spec.task.data else None)
+        named = self.spec.task
+        return self.task or tasks.make(named.name, Path(named.data) if named.data else None, named.options, named.batch)
 
 
 def _choose_backends(store: Store, spec: Spec, task: Task, pending: list[Cell], device: str, display: Display) -> None:

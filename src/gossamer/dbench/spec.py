@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,11 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from gossamer.algorithms import algorithm
 from gossamer.apps import tasks
 from gossamer.backends import Backend
+from gossamer.batch_norm import BatchNorm
 from gossamer.errors import GossamerError
+from gossamer.faults import explain
 from gossamer.learning_rates import Constant, InverseSqrt, LearningRate, Scaling, Shape, StepDecay, WarmupCosine
 from gossamer.optim import Recipe
 from gossamer.sampling import check_dirichlet
 from gossamer.schedules import schedule
+from gossamer.shelf import Shelf, parsed
 from gossamer.trainer import Settings
 
 CENTRALIZED = "centralized"
@@ -30,7 +30,8 @@ class _Part(BaseModel):
 
 
 class TaskPart(_Part):
-    """What is trained. ``batch`` is per replica; ``data`` is a folder, if the data set is not where it usually is."""
+    """What is trained. ``batch`` is per replica; ``data`` is a folder, if the data set is not where it usually is; ``options``
+    are the task's own (see docs/tasks.md); ``batch_norm`` says how the averaged model gets its running statistics."""
 
     name: str
     epochs: int = Field(ge=1, le=100_000)
@@ -38,6 +39,8 @@ class TaskPart(_Part):
     partition: str = "reshuffled"
     init: Literal["same", "different"] = "same"
     data: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    batch_norm: BatchNorm = "reestimate"
 
     @field_validator("partition")
     @classmethod
@@ -104,14 +107,30 @@ class TargetPart(_Part):
     value: float = Field(allow_inf_nan=False)
 
 
+class ClockPart(_Part):
+    """``cluster``: a shipped one or a file. Each run also gets the time that it would have taken there, as the runtime model predicts
+    it; ``compute_ms``: forward and backward of one replica there, if it is known."""
+
+    cluster: str
+    compute_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
+
+
 class MethodPart(_Part):
-    """``graph``: a graph's name or ada with its parameters (default: the method's own name). ``lr`` and ``scaling`` override."""
+    """``graph``: a graph's name or ada with its parameters (default: the method's own name). The others override what the spec
+    says for all methods; ``options`` are added to those of the optimizer."""
 
     name: str = Field(min_length=1)
     graph: str | None = None
     algorithm: str | None = None
+    optimizer: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
     lr: float | None = Field(None, gt=0, allow_inf_nan=False)
     scaling: Scaling | None = None
+
+    @field_validator("optimizer")
+    @classmethod
+    def _optimizer(cls, value: str | None) -> str | None:
+        return value if value is None else OptimizerPart._name(value)
 
     @property
     def centralized(self) -> bool:
@@ -147,6 +166,7 @@ class Spec(_Part):
     backend: str = "auto"
     profile: ProfilePart = Field(default_factory=lambda: ProfilePart.model_validate({}))
     target: TargetPart | None = None
+    clock: ClockPart | None = None
 
     @field_validator("methods", mode="before")
     @classmethod
@@ -232,53 +252,47 @@ class Spec(_Part):
             epochs=self.task.epochs,
             batch=self.task.batch,
             algorithm="allreduce" if method.centralized else method.algorithm or self.algorithm,
-            optimizer=Recipe(self.optimizer.name, lr, self.optimizer.options, self.optimizer.clip, self.optimizer.spare_norms),
+            optimizer=self._recipe(method, lr),
             learning_rate=LearningRate(lr, rate.made(), method.scaling or rate.scaling, rate.reference),
             seed=cell.seed,
             partition=self.task.partition,
             init="same" if method.centralized else self.task.init,
             backend=self.backend,
             profile_every=self.profile.every,
+            batch_norm=self.task.batch_norm,
+        )
+
+    def _recipe(self, method: MethodPart, lr: float) -> Recipe:
+        common = self.optimizer
+        return Recipe(
+            method.optimizer or common.name, lr, {**common.options, **method.options}, common.clip, common.spare_norms
         )
 
 
 # --- Loading ------------------------------------------------------------------------------------------------------------
 
 
+SHELF = Shelf("spec", "gossamer.dbench.specs")
+
+
 def shipped() -> list[str]:
     """The names of the specs that come with Gossamer."""
-    return sorted(
-        p.name.removesuffix(".toml") for p in resources.files("gossamer.dbench.specs").iterdir() if p.name.endswith(".toml")
-    )
+    return SHELF.names()
 
 
 def load(what: str | Path) -> Spec:
     """A shipped spec by name, or a TOML file."""
-    path = Path(what)
-    if str(what) in shipped() and not path.is_file():
-        text = (resources.files("gossamer.dbench.specs") / f"{what}.toml").read_text(encoding="utf-8")
-        return parse(text, str(what))
-    if not path.is_file():
-        near = difflib.get_close_matches(str(what), shipped(), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"shipped specs are {', '.join(shipped())}"
-        raise GossamerError(f"there is no spec {str(what)!r}, neither as a file nor by name; {hint}")
-    try:
-        return parse(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise GossamerError(f"spec {path} can't be read: {error}") from None
+    return parse(SHELF.text(what), str(what))
 
 
 def parse(text: str, where: str = "spec") -> Spec:
     """Raises nothing but GossamerError, whatever the text."""
-    try:
-        raw = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
-        raise GossamerError(f"{where} is not valid TOML: {error}") from None
+    raw = parsed(text, where)
     spec = build(raw, where)
     try:
-        tasks.check(spec.task.name)
+        tasks.check(spec.task.name, spec.task.options)
     except GossamerError as error:
-        raise GossamerError(f"{where}: task.name: {error}") from None
+        raise GossamerError(f"{where}: {error}") from None
     return spec
 
 
@@ -287,7 +301,7 @@ def build(raw: Mapping[str, Any], where: str = "spec") -> Spec:
     try:
         spec = Spec.model_validate(raw)
     except ValidationError as error:
-        raise GossamerError(f"{where}: " + "; ".join(_explain(fault) for fault in error.errors()[:5])) from None
+        raise GossamerError(f"{where}: " + "; ".join(explain(fault, Spec, _PARTS) for fault in error.errors()[:5])) from None
     spec.check()
     return spec
 
@@ -298,23 +312,9 @@ _PARTS: dict[str, type[BaseModel]] = {
     "learning_rate": LearningRatePart,
     "profile": ProfilePart,
     "target": TargetPart,
+    "clock": ClockPart,
     "methods": MethodPart,
 }
-
-
-def _explain(fault: Any) -> str:
-    """One of pydantic's errors as: which key, what is wrong, what would be right."""
-    key = ".".join(str(part) for part in fault["loc"])
-    if fault["type"] == "extra_forbidden":
-        owner = _PARTS.get(str(fault["loc"][0]), Spec) if len(fault["loc"]) > 1 else Spec
-        near = difflib.get_close_matches(str(fault["loc"][-1]), list(owner.model_fields), n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(owner.model_fields)}"
-        return f"{key} is not a known key; {hint}"
-    if fault["type"] == "missing":
-        return f"{key} is missing"
-    message = str(fault["msg"]).removeprefix("Value error, ").replace("\n", " ")
-    given = "" if fault["type"] == "value_error" else f" (it is {fault['input']!r:.60})".replace("\n", " ")
-    return f"{key}: {message}{given}" if key else message
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

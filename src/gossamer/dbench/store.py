@@ -130,7 +130,8 @@ class Store:
                     fresh.execute("PRAGMA journal_mode = WAL")
         store = cls(path)
         for key, value in meta.items():
-            found = differences(store.meta(key), value)
+            # The spec through today's Spec, so that a key which is new since then and has its default is no difference.
+            found = differences(store.spec().model_dump(mode="json") if key == "spec" else store.meta(key), value)
             if found:
                 store.close()
                 raise GossamerError(f"{path.parent} holds results of another {key} ({'; '.join(found)}); choose another --out")

@@ -1,0 +1,356 @@
+"""Measures the cluster that it runs on: links, what communication costs the processor, and the times of a workload.
+
+All processes take part at the same time, as they do in training, and go through the same parts of the library as training does
+(``Exchange`` for rows, ``dist.all_reduce`` for DDP). Every figure is a median of a few repeats. What is sent is bounded: a few
+repeats of at most ``megabytes``, less on a slow network.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.optimize
+import scipy.special
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gossamer import mixing
+from gossamer.apps import tasks
+from gossamer.errors import GossamerError
+from gossamer.exchange import Exchange
+from gossamer.links import open_link
+from gossamer.rounds import Mean
+from gossamer.runtime.cluster import Cluster, build
+from gossamer.runtime.workload import gradient_sizes
+
+_REPEATS = 5
+_IN_A_ROW = 50
+_TRANSFER = 0.6  # seconds that one large transfer should take at most
+_COMPUTE = 8.0  # seconds for the steps of a workload, alone and while traffic flows
+_MIN_STEPS, _MAX_STEPS = 6, 60
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained: a model, the loss of one batch, and an optimizer."""
+
+    name: str
+    model: nn.Module
+    loss: Callable[[], Tensor]
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def sizes(self) -> list[int]:
+        return gradient_sizes(self.model)
+
+
+def of_task(name: str, batch: int) -> Job:
+    task = tasks.make(name, batch=batch)
+    model, part = task.build(), task.example(batch)
+    return Job(f"{name}, batch {batch}", model, lambda: task.loss(model, *part), _sgd(model))
+
+
+def of_function(where: str) -> Job:
+    """``package.module:function``, which returns a model and a function that gives the loss of one batch, and perhaps an optimizer."""
+    module, _, function = where.partition(":")
+    if not module or not function:
+        raise GossamerError(f"--module {where!r} is not of the form package.module:function")
+    sys.path.insert(0, os.getcwd())
+    try:
+        made = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError) as error:
+        raise GossamerError(f"--module {where!r} can't be loaded: {error}") from None
+    finally:
+        sys.path.remove(os.getcwd())
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module) or not callable(made[1]):
+        raise GossamerError(
+            f"--module {where!r} must return (model, loss) or (model, loss, optimizer), where loss() is the loss of one batch"
+        )
+    model, loss = made[:2]
+    return Job(function, model, loss, made[2] if len(made) == 3 else _sgd(model))
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+
+
+# --- The measurements ----------------------------------------------------------------------------------------------------
+
+
+class Probe:
+    """One process's part of it. ``say`` is told what is measured next."""
+
+    def __init__(self, megabytes: float, say: Callable[[str], object]) -> None:
+        refuse_alone()
+        self.n = dist.get_world_size()
+        self.rank, self.say, self.most = dist.get_rank(), say, int(megabytes * 1e6)
+        self.per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if self.n % self.per_host:
+            raise GossamerError(f"{self.n} processes with LOCAL_WORLD_SIZE={self.per_host}: hosts must have the same number")
+        self.hosts = self.n // self.per_host
+        link = open_link(torch.device("cpu"))
+        assert link is not None
+        self.exchange = Exchange(link)
+
+    def together(self, work: Callable[[], object], repeats: int = _REPEATS, warm: int = 1) -> float:
+        """Median seconds until the last process has done it; all begin at the same time."""
+        taken = []
+        for k in range(warm + repeats):
+            dist.barrier()
+            began = time.perf_counter()
+            work()
+            if k >= warm:
+                taken.append(time.perf_counter() - began)
+        return self.slowest(statistics.median(taken))
+
+    def slowest(self, value: float) -> float:
+        return float(self.everyone([value]).max())
+
+    def everyone(self, values: Sequence[float]) -> np.ndarray:
+        """``[processes, values]``"""
+        return self.exchange.gather(torch.tensor(list(values), dtype=torch.float64)).numpy()
+
+    # Links
+
+    def shift(self, by: int, size: int, flows: int | None = None, inside: bool = False) -> Callable[[], object]:
+        """A transfer of ``size`` bytes to the worker ``by`` further on: around all of them, or inside each host. ``flows``: only so
+        many workers of a host take part."""
+        base, m = (self.rank - self.rank % self.per_host, self.per_host) if inside else (0, self.n)
+        place = self.rank - base
+        to, source = base + (place + by) % m, base + (place - by) % m
+        mine = flows is None or self.rank % self.per_host < flows
+        out, into = torch.zeros(max(1, size // 4)), torch.empty(max(1, size // 4))
+
+        def run() -> None:
+            tag = self.exchange.collective_tag()
+            if mine:
+                self.exchange.edges([(to, out)], [(source, into)], tag, "calibrate").wait()
+
+        return run
+
+    def latency(self, run: Callable[[], object]) -> float:
+        """Of one exchange in a row of them: they wait for each other, so nothing else needs to keep them together."""
+        return self.together(lambda: [run() for _ in range(_IN_A_ROW)], repeats=3) / _IN_A_ROW
+
+    def size_for(self, make: Callable[[int], Callable[[], object]]) -> int:
+        """Bytes that take about as long as one transfer may."""
+        small = min(self.most, 4_000_000)
+        seconds = self.together(make(small), repeats=2)
+        return int(min(self.most, max(small, small * _TRANSFER / max(seconds, 1e-6))))
+
+    def rate(self, make: Callable[[int], Callable[[], object]]) -> float:
+        """Bytes per second of one worker, without what a message costs in any case: from two sizes."""
+        large = self.size_for(make)
+        few = large // 4
+        more, less = self.together(make(large)), self.together(make(few))
+        return (large - few) / max(more - less, 1e-9)
+
+    def links(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self.hosts > 1:
+            self.say("between hosts: latency and bandwidth")
+            step = self.per_host
+            latency = self.latency(self.shift(step, 4, 1))
+            alone = self.rate(lambda size: self.shift(step, size, 1))
+            whole = alone
+            if self.per_host > 1:
+                self.say("between hosts: all workers of a host at once")
+                whole = self.per_host * self.rate(lambda size: self.shift(step, size))
+            found["inter"] = {"gbit": max(alone, whole) * 8e-9, "latency_us": latency * 1e6}
+            found["said"] = (
+                f"between hosts one flow has {alone * 8e-9:.3g} Gbit/s and all of a host's together {whole * 8e-9:.3g}"
+            )
+        if self.per_host > 1:
+            self.say("inside a host: latency and bandwidth")
+            latency = self.latency(self.shift(1, 4, inside=True))
+            alone = self.rate(lambda size: self.pair(size))
+            each = self.rate(lambda size: self.shift(1, size, inside=True))
+            shared = each < 0.7 * alone
+            gbit = (each * self.per_host if shared else each) * 8e-9
+            found["intra"] = {"gbit": gbit, "latency_us": latency * 1e6, "shared": shared}
+        return found
+
+    def pair(self, size: int) -> Callable[[], object]:
+        """Only the first two workers of a host, in both directions."""
+        place = self.rank % self.per_host
+        out, into = torch.zeros(size // 4), torch.empty(size // 4)
+
+        def run() -> None:
+            tag = self.exchange.collective_tag()
+            if place < 2:
+                peer = self.rank + 1 - 2 * place
+                self.exchange.edges([(peer, out)], [(peer, into)], tag, "calibrate").wait()
+
+        return run
+
+    def all_reduce(self, row: int, wire: float, latency: float) -> float:
+        """What a byte of an all-reduce takes on top of the wire, in ns. ``wire``: seconds per byte of the slowest link."""
+        self.say("all-reduce")
+        size = max(1_000_000, min(self.most, row, int(_TRANSFER / (2 * wire))))
+        data = torch.ones(size // 4)
+        seconds = self.together(lambda: dist.all_reduce(data.fill_(1.0)), repeats=4)
+        moved = 2 * (self.n - 1) / self.n * size
+        return max(0.0, (seconds - 2 * (self.n - 1) * latency) / moved - wire) * 1e9
+
+    # What communication costs the processor
+
+    def costs(self, row: int) -> dict[str, float]:
+        self.say("what mixing costs the processor")
+        d = max(16 * self.n, row // 4)
+        x, other, out = torch.randn(d), torch.randn(d), torch.empty(d)
+        narrow, received = torch.empty(d, dtype=torch.bfloat16), torch.randn(d).bfloat16()
+        columns, mixed = torch.randn(2, self.n, d // self.n)
+
+        def per_byte(work: Callable[[], object]) -> float:
+            return self.together(work, repeats=9) / (4 * d) * 1e9
+
+        return {
+            "combine": per_byte(lambda: mixing.blend(x, 0.5, [(0.5, other)], x)),
+            "narrow": per_byte(lambda: narrow.copy_(x)),
+            "widen": per_byte(lambda: mixing.correct(x, narrow, [(0.5, received)])),
+            "apply": per_byte(lambda: mixing.mix(Mean(self.n), columns, mixed)),
+            "copy": per_byte(lambda: (out.copy_(x), other.copy_(out))),
+        }
+
+    # The workload
+
+    def steps(self, job: Job, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of this process: ``[steps, 3]``, seconds of forward, backward and update; and ``[steps, 3]`` of steps while a row is on its
+        way: seconds of forward and backward, bytes that left meanwhile, seconds that the row took. The two take turns, so that
+        whatever else the machine does hits both alike; all processes begin each step together."""
+        size = max(4, min(self.most, row))
+        out, into = torch.zeros(size // 4), torch.empty(size // 4)
+        to, source = (self.rank + self.per_host) % self.n, (self.rank - self.per_host) % self.n
+        alone: list[tuple[float, ...]] = []
+        beside: list[tuple[float, ...]] = []
+
+        def pair() -> None:
+            dist.barrier()
+            alone.append(_step(job))
+            dist.barrier()
+            flight = self.exchange.edges([(to, out)], [(source, into)], self.exchange.collective_tag(), "calibrate")
+            began = time.perf_counter()
+            computed = sum(_step(job)[:2])
+            flight.wait()
+            flown = max(flight.ended - began, 1e-9)
+            beside.append((computed, size * min(1.0, computed / flown), flown))
+
+        once = self.together(pair, repeats=1)
+        alone, beside = [], []
+        for _ in range(max(_MIN_STEPS, min(_MAX_STEPS, int(_COMPUTE / max(once, 1e-6))))):
+            pair()
+        return np.array(alone), np.array(beside)
+
+
+def _step(job: Job) -> tuple[float, float, float]:
+    began = time.perf_counter()
+    job.optimizer.zero_grad()
+    loss = job.loss()
+    forward = time.perf_counter()
+    loss.backward()
+    backward = time.perf_counter()
+    job.optimizer.step()
+    return forward - began, backward - forward, time.perf_counter() - backward
+
+
+# --- All of it -----------------------------------------------------------------------------------------------------------
+
+
+def calibrate(jobs: Sequence[Job], name: str, megabytes: float, say: Callable[[str], object]) -> Cluster:
+    """The cluster that this process and the others run on; the same on all of them. At least one job."""
+    probe = Probe(megabytes, say)
+    row = max(sum(job.sizes) for job in jobs)
+    found = probe.links()
+    far = found.get("inter") or found["intra"]
+    wire = 8e-9 / far["gbit"] * (probe.per_host if far.get("shared") else 1)
+    costs = probe.costs(row)
+    costs["reduce"] = probe.all_reduce(row, wire, far["latency_us"] * 1e-6)
+    workloads, spreads, traffic, drag = [], [], [], []
+    flow = 8e-9 / far["gbit"] * (probe.per_host if "inter" in found or far.get("shared") else 1)  # when all send at once
+    for job in jobs:
+        say(f"steps of {job.name}, alone and while rows are on their way")
+        alone, beside = probe.steps(job, row)
+        everyone = probe.everyone((alone[:, 0] + alone[:, 1]).tolist())
+        medians = probe.everyone([*np.median(alone, axis=0), *np.median(beside, axis=0)]).mean(axis=0)
+        spreads.append(_sigma(everyone))
+        traffic.append(max(0.0, medians[3] - medians[0] - medians[1]) / max(medians[4], 1.0) * 1e9)
+        size = min(probe.most, row)
+        drag.append(max(0.0, medians[5] - far["latency_us"] * 1e-6 - size * flow) / size * 1e9)
+        forward, backward, update = (float(ms) for ms in medians[:3] * 1e3)
+        times = {"forward_ms": forward, "backward_ms": backward, "update_ms": update}
+        workloads.append({"name": job.name, **times, "bytes": job.sizes})
+    costs["traffic"], costs["drag"] = statistics.median(traffic), statistics.median(drag)
+    said = found.pop("said", "")
+    return build(
+        {
+            "name": name,
+            "description": f"measured by gossamer calibrate on {probe.n} workers; {said}".rstrip("; "),
+            "hosts": probe.hosts,
+            "per_host": probe.per_host,
+            "uncertainty": 0.1,
+            "noise": {"kind": "lognormal", "sigma": statistics.median(spreads)},
+            "costs": costs,
+            "workload": workloads,
+            **found,
+        },
+        "calibrate",
+    )
+
+
+def _sigma(times: np.ndarray) -> float:
+    """The sigma of a lognormal whose largest of n is, on average, as much above the mean as here. From ``[processes, steps]``.
+
+    Not from the spread of single times: workers that share cores are slow in turn, and what counts is how long the last one takes.
+    """
+    n = len(times)
+    ratio = float(np.median(times.max(axis=0)) / np.median(times.mean(axis=0)))
+    grid = (np.arange(4000) + 0.5) / 4000  # quantiles of the largest: u^(1/n) of a single one
+    normal = scipy.special.ndtri(grid ** (1 / n))
+
+    def excess(sigma: float) -> float:
+        return float(np.exp(sigma * normal - sigma**2 / 2).mean()) - ratio
+
+    return 0.0 if ratio <= 1 else float(scipy.optimize.brentq(excess, 0.0, 1.0)) if excess(1.0) > 0 else 1.0
+
+
+@contextmanager
+def started() -> Iterator[None]:
+    """torch.distributed, from what torchrun or the lab has put into the environment."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo")
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+    else:
+        yield
+
+
+def refuse_alone() -> None:
+    if not dist.is_initialized() or dist.get_world_size() < 2:
+        raise GossamerError(
+            "calibrate measures the links between workers, and there is one process only; start it on all of them, "
+            "such as: torchrun --nproc-per-node 4 -m gossamer calibrate --out cluster.toml"
+        )
+
+
+def is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def check_out(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise GossamerError(f"--out {path}: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise GossamerError(f"--out {path}: the folder {path.parent} can't be written to")

@@ -1,0 +1,65 @@
+"""The planner's figure: one HTML page without anything from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import plotly.graph_objects as go
+
+from gossamer.errors import GossamerError
+from gossamer.runtime.plan import Plan
+
+# Told apart by colour-blind people (Okabe and Ito, and greys).
+_COLOURS = ("#d55e00", "#0072b2", "#56b4e9", "#009e73", "#cc79a7", "#e69f00", "#8c6d00", "#9a9a9a", "#444444")
+
+
+def write(plans: Sequence[Plan], path: Path) -> None:
+    figure = go.Figure()
+    labels = list(dict.fromkeys(row.label for plan in plans for row in plan.rows))
+    for k, label in enumerate(labels):
+        found = [(plan.workers, row) for plan in plans for row in plan.rows if row.label == label]
+        figure.add_bar(
+            name=label,
+            x=[str(workers) for workers, _ in found],
+            y=[row.seconds * 1e3 for _, row in found],
+            error_y={
+                "type": "data",
+                "symmetric": False,
+                "array": [(row.high - row.seconds) * 1e3 for _, row in found],
+                "arrayminus": [(row.seconds - row.low) * 1e3 for _, row in found],
+            },
+            customdata=[[row.speedup, row.network, row.waiting] for _, row in found],
+            hovertemplate=f"{label}<br>%{{x}} workers: %{{y:.4g}} ms<br>DDP / it: %{{customdata[0]:.2f}}"
+            "<br>network %{customdata[1]:.0%}, waiting %{customdata[2]:.0%}<extra></extra>",
+            marker_color=_COLOURS[k % len(_COLOURS)],
+        )
+    first = plans[0]
+    advice = "<br>".join(_wrapped(plan.advice) for plan in plans)
+    figure.update_layout(
+        template="plotly_white",
+        title={"text": f"Predicted time per iteration: {first.workload.name} on {first.cluster.name}"},
+        xaxis={"title": "workers", "type": "category"},
+        yaxis={"title": "ms per iteration (predicted)", "rangemode": "tozero"},
+        barmode="group",
+        margin={"b": 120 + 60 * len(plans)},
+        annotations=[
+            {"text": advice, "xref": "paper", "yref": "paper", "x": 0, "y": -0.18, "xanchor": "left", "yanchor": "top"}
+            | {"showarrow": False, "align": "left"}
+        ],
+        height=560 + 60 * len(plans),
+    )
+    try:
+        path.write_text(figure.to_html(include_plotlyjs=True, full_html=True), encoding="utf-8")
+    except OSError as error:
+        raise GossamerError(f"{path} can't be written: {error.strerror}") from None
+
+
+def _wrapped(text: str, width: int = 140) -> str:
+    lines, line = [], ""
+    for word in text.split():
+        if len(line) + len(word) > width:
+            lines.append(line)
+            line = ""
+        line = f"{line} {word}".strip()
+    return "<br>".join([*lines, line])

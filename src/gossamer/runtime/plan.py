@@ -1,0 +1,284 @@
+"""Does it pay, and with which graph? All methods on one cluster, with error bars, and one sentence of advice.
+
+Every figure comes from ``model.py``. Error bars are the 10 % and 90 % quantiles over draws in which all compute times and all
+bandwidths are wrong by the cluster's ``uncertainty``; a draw is the same for all methods, so a speed-up is compared like with like.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from gossamer.errors import GossamerError
+from gossamer.graphs import OVER_HOSTS
+from gossamer.rounds import Window
+from gossamer.runtime.cluster import Cluster
+from gossamer.runtime.methods import ALL_REDUCE, DDP, Gossip, Method, graph_of, parse
+from gossamer.runtime.model import Outcome, simulate
+from gossamer.runtime.workload import Workload, gradient_sizes
+from gossamer.schedules import Fixed
+from gossamer.tasks import Task
+
+_DRAWS = 9
+_WORTH = 1.05  # a speed-up that is worth changing the way one trains
+_ALIKE = 1.03  # two methods that are this near to each other are chosen between by other things than time
+_DENSE = 256  # workers up to which any spectral gap is computed
+_MIXES = 0.1  # the spectral gap from which on a graph is proposed: a ring of 32 (0.013) is fast, and its workers hardly hear of each other
+_WORK = 1_500_000  # worker-steps per simulation, about
+
+DEFAULT = (
+    "ddp",
+    "one-peer-exponential",
+    "one-peer-exponential, bfloat16",
+    "one-peer-exponential, H=4",
+    "ring",
+    "ring, bfloat16",
+    "complete",
+    "hierarchical",
+    "alternating-exponential-ring",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds per iteration with the interval they lie in, and the speed-up over DDP with its own. ``gap``: the spectral gap per
+    step; 1 is the exact mean in each, None if there are too many workers to compute it. ``sent``: bytes per step and worker."""
+
+    method: Method
+    seconds: float
+    low: float
+    high: float
+    speedup: float
+    speedup_low: float
+    speedup_high: float
+    sent: float
+    gap: float | None
+    waiting: float
+    network: float
+
+    @property
+    def label(self) -> str:
+        return self.method.label
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of one number of workers. ``left_out``: methods that do not fit, and why. ``choice``: what to use; ``advice``: and the reason."""
+
+    cluster: Cluster
+    workload: Workload
+    rows: tuple[Row, ...]
+    left_out: tuple[str, ...]
+    choice: str
+    advice: str
+
+    @property
+    def workers(self) -> int:
+        return self.cluster.n
+
+    def row(self, label: str) -> Row:
+        return next(row for row in self.rows if row.label == label)
+
+
+def plan(
+    cluster: Cluster,
+    workload: Workload,
+    methods: Sequence[str] = DEFAULT,
+    tick: Callable[[str], object] = lambda label: None,
+) -> Plan:
+    """``tick`` is told of each method when it begins."""
+    if cluster.n < 2:
+        raise GossamerError(f"cluster {cluster.name!r} has one worker: there is nobody to average with; give --workers")
+    chosen = [parse(name) for name in methods]
+    if DDP() not in chosen:
+        chosen.insert(0, DDP())  # what everything is compared with
+    iterations = max(20, min(160, _WORK // cluster.n)) // 4 * 4  # whole rounds of H=4
+    rng = np.random.default_rng(0)
+    spread = math.log1p(cluster.uncertainty)
+    wrong = [(1.0, 1.0), *np.exp(rng.normal(0, spread, (_DRAWS - 1, 2))).tolist()]
+    times: dict[str, list[Outcome]] = {}
+    fitting, left_out = [], []
+    for method in chosen:
+        tick(method.label)
+        try:
+            _check_fit(method, cluster)
+            times[method.label] = [
+                simulate(cluster.scaled(bandwidth=bandwidth), workload.slower(compute), method, iterations, seed)
+                for seed, (compute, bandwidth) in enumerate(wrong)
+            ]
+            fitting.append(method)
+        except GossamerError as error:
+            if methods is not DEFAULT:
+                raise
+            left_out.append(str(error))
+    rows = tuple(_row(method, times[method.label], times["ddp"], cluster) for method in fitting)
+    choice, advice = advise(rows, cluster)
+    return Plan(cluster, workload, rows, tuple(left_out), choice, advice)
+
+
+def _check_fit(method: Method, cluster: Cluster) -> None:
+    if getattr(method, "graph", None) in OVER_HOSTS and (cluster.hosts == 1 or cluster.per_host == 1):
+        raise GossamerError(f"{method.label} is for several hosts of several workers")
+
+
+def _row(method: Method, outcomes: list[Outcome], ddp: list[Outcome], cluster: Cluster) -> Row:
+    seconds = np.array([outcome.seconds for outcome in outcomes])
+    gains = np.array([base.seconds / outcome.seconds for base, outcome in zip(ddp, outcomes, strict=True)])
+    low, high = np.quantile(seconds, [0.1, 0.9])
+    gain_low, gain_high = np.quantile(gains, [0.1, 0.9])
+    first = outcomes[0]
+    return Row(
+        method,
+        first.seconds,
+        min(float(low), first.seconds),
+        max(float(high), first.seconds),
+        float(gains[0]),
+        min(float(gain_low), float(gains[0])),
+        max(float(gain_high), float(gains[0])),
+        first.sent,
+        _gap(method, cluster),
+        max(first.waiting, 0.0),
+        max(first.network, 0.0),
+    )
+
+
+def _gap(method: Method, cluster: Cluster) -> float | None:
+    if isinstance(method, DDP) or getattr(method, "graph", None) in (ALL_REDUCE, "complete"):
+        gap = 1.0
+    else:
+        made = graph_of(method, cluster.n, cluster.per_host)
+        if not isinstance(made, Fixed):
+            return None
+        first = made.fixed.rounds[0]
+        if isinstance(first, Window):  # a circulant matrix has its eigenvalues in closed form
+            turns = 2 * np.pi * np.arange(1, first.n // 2 + 1)[:, None] * np.arange(1, first.half + 1) / first.n
+            gap = 1 - float(np.abs((1 + 2 * np.cos(turns).sum(axis=1)) / (2 * first.half + 1)).max())
+        elif cluster.n > _DENSE:
+            return None
+        else:
+            gap = made.fixed.spectral_gap()
+    every = method.local_steps if isinstance(method, Gossip) else 1
+    return 1 - (1 - gap) ** (1 / every)
+
+
+# --- Advice --------------------------------------------------------------------------------------------------------------
+
+
+def advise(rows: Sequence[Row], cluster: Cluster) -> tuple[str, str]:
+    """What to use, and one sentence that says why. Averaging only every few steps changes what is trained more than a graph does, so
+    it is named as a further way, never chosen."""
+    ddp = next(row for row in rows if row.label == "ddp")
+    every = [row for row in rows if isinstance(row.method, Gossip) and row.method.local_steps == 1]
+    graphs = [row for row in every if row.gap is None or row.gap >= _MIXES]
+    seldom = [row for row in rows if isinstance(row.method, Gossip) and row.method.local_steps > 1]
+    lost = f"it loses {ddp.network:.0%} of its time to the network and {ddp.waiting:.0%} to waiting for slower workers"
+    if not graphs:
+        return "ddp", f"Stay with all-reduce (DDP): no graph was compared that mixes well; {lost}."
+    best = min(graphs, key=lambda row: row.seconds)
+    if best.speedup_low < _WORTH:
+        if best.speedup <= 1:
+            gain = f"no graph is faster than it ({best.label}, the best, takes {best.seconds / ddp.seconds:.2f} times as long)"
+        else:
+            gain = (
+                f"the fastest graph, {best.label}, would gain {best.speedup - 1:.1%} "
+                f"(between {best.speedup_low - 1:.1%} and {best.speedup_high - 1:.1%}), less than {_WORTH - 1:.0%} for sure"
+            )
+        return "ddp", f"Stay with all-reduce (DDP) on {cluster.n} workers: {lost}, and {gain}."
+    near = [row for row in graphs if row.seconds <= best.seconds * _ALIKE and row.speedup_low >= _WORTH]
+    taken = min(near, key=lambda row: (row.method.wire != "float32", -(row.gap or 0.0)))  # type: ignore[attr-defined]
+    why = _why(taken, ddp)
+    more = ""
+    if seldom and (further := min(seldom, key=lambda row: row.seconds)).seconds < taken.seconds / _ALIKE:
+        more = f" {further.label} would take {_ms(further.seconds)}, if workers may drift apart further."
+    return taken.label, (
+        f"Use {taken.label} on {cluster.n} workers: {_ms(taken.seconds)} per iteration instead of DDP's {_ms(ddp.seconds)}, "
+        f"{taken.speedup:.2f} times as fast (between {taken.speedup_low:.2f} and {taken.speedup_high:.2f}), because {why}.{more}"
+    )
+
+
+def _why(taken: Row, ddp: Row) -> str:
+    """The larger of what is saved: time for bytes, or time spent waiting."""
+    saved_network = ddp.network * ddp.seconds - taken.network * taken.seconds
+    saved_waiting = ddp.waiting * ddp.seconds - taken.waiting * taken.seconds
+    if saved_waiting > saved_network:
+        return (
+            f"its workers wait for their neighbours only: {taken.waiting:.0%} of the time goes to waiting for slower ones, "
+            f"against {ddp.waiting:.0%} when all wait for all"
+        )
+    fewer = f"each worker sends {_bytes(taken.sent)} per step instead of {_bytes(ddp.sent)}"
+    if taken.label.startswith("hierarchical"):
+        fewer = "only one copy of the model per host crosses the network, under forward and backward"
+    elif taken.sent >= ddp.sent * 0.95:
+        fewer = "its transfers run under forward and backward"
+    elif taken.method.order == "awc":  # type: ignore[attr-defined]
+        fewer += ", under forward and backward"
+    return f"DDP loses {ddp.network:.0%} of its time to the network, and {fewer}, which leaves {taken.network:.0%}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+# --- Workloads for a plan ------------------------------------------------------------------------------------------------
+
+
+def parameters(text: str) -> int:
+    """``"124M"``, ``"1.5B"``, ``"60000"``."""
+    units = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
+    cleaned = text.strip().lower().replace("_", "").replace(",", "")
+    unit = units.get(cleaned[-1:], 1)
+    try:
+        count = float(cleaned[:-1] if unit > 1 else cleaned) * unit
+    except ValueError:
+        count = math.nan
+    if not 1 <= count <= 1e13:
+        raise GossamerError(f"--params {text!r} is not a number of parameters; use a number and k, M or B, such as 124M")
+    return round(count)
+
+
+def estimated(cluster: Cluster, count: int, samples: int, compute_ms: float | None = None, name: str = "") -> Workload:
+    """From a number of parameters: 6 operations per parameter and sample (token), at the cluster's ``tflops``."""
+    if compute_ms is not None:
+        if not 0 < compute_ms < math.inf:
+            raise GossamerError(f"--compute-ms {compute_ms:g} is not a time above 0")
+        return Workload.of_parameters(count, compute_ms / 1e3, name=name)
+    if samples < 1:
+        raise GossamerError(f"--samples {samples}: each worker computes at least one per step")
+    return Workload.of_parameters(count, seconds_of(cluster, 6.0 * count * samples), name=name)
+
+
+COUNTED = 256  # samples whose operations are counted, at most
+
+
+def of_task(cluster: Cluster, task: Task, samples: int, compute_ms: float | None = None) -> Workload:
+    """Sizes from the task's model; times from counting the operations of one forward and backward."""
+    with torch.random.fork_rng(devices=[]):
+        model = task.build()
+    if compute_ms is not None:
+        seconds = estimated(cluster, 1, 1, compute_ms).compute
+    else:
+        few = min(samples, COUNTED)
+        with FlopCounterMode(display=False) as counter:
+            task.loss(model, *task.example(few)).backward()
+        seconds = seconds_of(cluster, counter.get_total_flops() * samples / few)
+    return Workload.of_tensors(gradient_sizes(model), seconds / 3, seconds * 2 / 3, name=task.name)
+
+
+def seconds_of(cluster: Cluster, operations: float) -> float:
+    if cluster.tflops is None:
+        raise GossamerError(
+            f"cluster {cluster.name!r} has no tflops, so times can't be estimated; add it to the file, or give --compute-ms"
+        )
+    return operations / (cluster.tflops * 1e12)
