@@ -179,7 +179,7 @@ def step_time(results: Mapping[str, Mapping[str, Any]]) -> str:
         panels,
         "One training step, against the same step without communication (= 1)",
         "MLP of 6.3 M parameters (25 MB). All processes share the machine's cores, so compare within a panel. Shorter is better.",
-        legend={"none": "no communication", "ddp": "PyTorch DDP", "other": "decent-dp", "ours": "Gossamer"},
+        legend={"none": "no communication", "ddp": "PyTorch DDP", "other": "others", "ours": "Gossamer"},
         mark=1,
     )
 

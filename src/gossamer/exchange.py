@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,9 @@ from torch import Tensor
 from gossamer.errors import GossamerError
 from gossamer.flights import Flight, Guard, Stage, Traffic, Waiter, Works, first_line
 from gossamer.links import Link, Message, Tag
+
+_BROKEN = 30.0  # seconds for which a collective is tried again though nobody has died
+_AGAIN = 0.02  # seconds between two tries
 
 
 class Between(NamedTuple):
@@ -165,6 +169,7 @@ class Exchange:
         if guard is None or self.size == 1:
             start().wait()
             return
+        deadline = time.monotonic() + min(_BROKEN, self.link.timeout)
         try:
             while True:
                 flight = start()
@@ -176,6 +181,13 @@ class Exchange:
                 if flight.link.rank not in again:
                     me = flight.link.names[flight.link.rank]
                     raise GossamerError(f"rank {me} was away for too long in {flight.what}, and the others went on without it")
+                if again != self.living:
+                    deadline = time.monotonic() + min(_BROKEN, self.link.timeout)
+                elif time.monotonic() > deadline:
+                    lost = ", ".join(str(flight.link.names[q]) for q in sorted(flight.lost))
+                    raise flight.failure(f"nobody has died, and yet there is no connection{f' to rank {lost}' if lost else ''}")
+                else:
+                    time.sleep(_AGAIN)  # until the members who are left have agreed on it
                 self.living = again
         finally:
             self.living = everyone

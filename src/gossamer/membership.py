@@ -312,11 +312,13 @@ class Membership:
             self._count_gone()
             self._lock.notify_all()
 
-    def _append(self, event: Event) -> None:
+    def _append(self, event: Event) -> bool:
         """If somebody else was first, it is tried again after a look at what they had to say."""
-        if not self._log.append(event):
+        written = self._log.append(event)
+        if not written:
             self._wake.set()
         self._read_log()
+        return written
 
     def _look_for_ends(self) -> None:
         ends = self._store.add(ENDS, 0)
@@ -344,8 +346,8 @@ class Membership:
             if epoch != roster.epoch or q in roster.dead:
                 continue
             if (epoch, q) not in self._told and not self._dead_by_now(q):
-                self._told.add((epoch, q))
-                self._append(Event("lost", self.ticket, epoch, peer=q, why=why))
+                if self._append(Event("lost", self.ticket, epoch, peer=q, why=why)):
+                    self._told.add((epoch, q))
             elif now - since > _DOUBT and roster.proposal is None and self._part.epoch == epoch:
                 beat, when = self._seen.get(q, ("", 0.0))
                 if beat and when > since:  # it lives

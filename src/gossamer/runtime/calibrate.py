@@ -8,6 +8,7 @@ repeats of at most ``megabytes``, less on a slow network.
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import statistics
 import sys
@@ -29,6 +30,7 @@ from gossamer import mixing
 from gossamer.apps import tasks
 from gossamer.errors import GossamerError
 from gossamer.exchange import Exchange
+from gossamer.flights import Flight
 from gossamer.links import open_link
 from gossamer.rounds import Mean
 from gossamer.runtime.cluster import Cluster, build
@@ -36,9 +38,11 @@ from gossamer.runtime.workload import gradient_sizes
 
 _REPEATS = 5
 _IN_A_ROW = 50
-_TRANSFER = 0.6  # seconds that one large transfer should take at most
+_TRANSFER = 0.5  # seconds that one large transfer should take at most
 _COMPUTE = 8.0  # seconds for the steps of a workload, alone and while traffic flows
-_MIN_STEPS, _MAX_STEPS = 6, 60
+_WAITS = 1.3  # a step this much longer than its computing has waited for its row
+_BLOCK, _STREAM = 3, 2  # steps in a row; rows one after the other
+_MIN_TURNS, _MAX_TURNS = 3, 20
 
 
 @dataclass(frozen=True)
@@ -103,15 +107,17 @@ class Probe:
         assert link is not None
         self.exchange = Exchange(link)
 
-    def together(self, work: Callable[[], object], repeats: int = _REPEATS, warm: int = 1) -> float:
-        """Median seconds until the last process has done it; all begin at the same time."""
+    def together(self, work: Callable[[], object], repeats: int = _REPEATS, warm: int = 1, times: int = 1) -> float:
+        """Median seconds until the last process has done it; all begin at the same time. ``times``: so often in a row, as training
+        does it. A connection that has rested stalls more often than one in use."""
         taken = []
         for k in range(warm + repeats):
             dist.barrier()
             began = time.perf_counter()
-            work()
+            for _ in range(times):
+                work()
             if k >= warm:
-                taken.append(time.perf_counter() - began)
+                taken.append((time.perf_counter() - began) / times)
         return self.slowest(statistics.median(taken))
 
     def slowest(self, value: float) -> float:
@@ -141,7 +147,7 @@ class Probe:
 
     def latency(self, run: Callable[[], object]) -> float:
         """Of one exchange in a row of them: they wait for each other, so nothing else needs to keep them together."""
-        return self.together(lambda: [run() for _ in range(_IN_A_ROW)], repeats=3) / _IN_A_ROW
+        return self.together(run, repeats=3, times=_IN_A_ROW)
 
     def size_for(self, make: Callable[[int], Callable[[], object]]) -> int:
         """Bytes that take about as long as one transfer may."""
@@ -149,12 +155,10 @@ class Probe:
         seconds = self.together(make(small), repeats=2)
         return int(min(self.most, max(small, small * _TRANSFER / max(seconds, 1e-6))))
 
-    def rate(self, make: Callable[[int], Callable[[], object]]) -> float:
-        """Bytes per second of one worker, without what a message costs in any case: from two sizes."""
-        large = self.size_for(make)
-        few = large // 4
-        more, less = self.together(make(large)), self.together(make(few))
-        return (large - few) / max(more - less, 1e-9)
+    def rate(self, make: Callable[[int], Callable[[], object]], latency: float) -> float:
+        """Bytes per second of one worker, without what a message costs in any case."""
+        size = self.size_for(make)
+        return size / max(self.together(make(size), repeats=3, times=4) - latency, 1e-9)
 
     def links(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -162,11 +166,11 @@ class Probe:
             self.say("between hosts: latency and bandwidth")
             step = self.per_host
             latency = self.latency(self.shift(step, 4, 1))
-            alone = self.rate(lambda size: self.shift(step, size, 1))
+            alone = self.rate(lambda size: self.shift(step, size, 1), latency)
             whole = alone
             if self.per_host > 1:
                 self.say("between hosts: all workers of a host at once")
-                whole = self.per_host * self.rate(lambda size: self.shift(step, size))
+                whole = self.per_host * self.rate(lambda size: self.shift(step, size), latency)
             found["inter"] = {"gbit": max(alone, whole) * 8e-9, "latency_us": latency * 1e6}
             found["said"] = (
                 f"between hosts one flow has {alone * 8e-9:.3g} Gbit/s and all of a host's together {whole * 8e-9:.3g}"
@@ -174,8 +178,8 @@ class Probe:
         if self.per_host > 1:
             self.say("inside a host: latency and bandwidth")
             latency = self.latency(self.shift(1, 4, inside=True))
-            alone = self.rate(lambda size: self.pair(size))
-            each = self.rate(lambda size: self.shift(1, size, inside=True))
+            alone = self.rate(lambda size: self.pair(size), latency)
+            each = self.rate(lambda size: self.shift(1, size, inside=True), latency)
             shared = each < 0.7 * alone
             gbit = (each * self.per_host if shared else each) * 8e-9
             found["intra"] = {"gbit": gbit, "latency_us": latency * 1e6, "shared": shared}
@@ -194,14 +198,15 @@ class Probe:
 
         return run
 
-    def all_reduce(self, row: int, wire: float, latency: float) -> float:
-        """What a byte of an all-reduce takes on top of the wire, in ns. ``wire``: seconds per byte of the slowest link."""
+    def all_reduce(self, row: int, wire: float, latency: float) -> dict[str, float]:
+        """What a byte of an all-reduce takes: more than the wire (in ns), or less (as a factor). ``wire``: seconds per byte of the
+        slowest link, as rows find it."""
         self.say("all-reduce")
         size = max(1_000_000, min(self.most, row, int(_TRANSFER / (2 * wire))))
         data = torch.ones(size // 4)
-        seconds = self.together(lambda: dist.all_reduce(data.fill_(1.0)), repeats=4)
-        moved = 2 * (self.n - 1) / self.n * size
-        return max(0.0, (seconds - 2 * (self.n - 1) * latency) / moved - wire) * 1e9
+        message = self.together(lambda: dist.all_reduce(data.fill_(1.0)), repeats=3, times=3) / (2 * (self.n - 1))
+        byte = max(message - latency, 0.0) / (size / self.n)  # the reverse of ``network.Rings.sized``
+        return {"reduce": max(0.0, byte - wire) * 1e9, "ring": min(1.0, max(0.5, byte / wire))}
 
     # What communication costs the processor
 
@@ -225,32 +230,64 @@ class Probe:
 
     # The workload
 
-    def steps(self, job: Job, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of this process: ``[steps, 3]``, seconds of forward, backward and update; and ``[steps, 3]`` of steps while a row is on its
-        way: seconds of forward and backward, bytes that left meanwhile, seconds that the row took. The two take turns, so that
-        whatever else the machine does hits both alike; all processes begin each step together."""
-        size = max(4, min(self.most, row))
+    def steps(self, job: Job, size: int) -> Steps:
+        """Of this process. Alone, under a stream of rows, and with one row of ``size`` bytes per step: the three take turns, some steps in
+        a row of each, so that whatever else the machine does hits all alike."""
         out, into = torch.zeros(size // 4), torch.empty(size // 4)
-        to, source = (self.rank + self.per_host) % self.n, (self.rank - self.per_host) % self.n
-        alone: list[tuple[float, ...]] = []
-        beside: list[tuple[float, ...]] = []
+        # In turn to the next host and to the one after it, as one-peer graphs do: a connection that has rested for a step is slower.
+        offsets = itertools.cycle([self.per_host, 2 * self.per_host] if self.hosts > 2 else [self.per_host])
+        found = Steps([], [], [], [])
 
-        def pair() -> None:
+        def fly() -> Flight:
+            by = next(offsets)
+            to, source = (self.rank + by) % self.n, (self.rank - by) % self.n
+            return self.exchange.edges([(to, out)], [(source, into)], self.exchange.collective_tag(), "calibrate")
+
+        def turn() -> None:
             dist.barrier()
-            alone.append(_step(job))
+            found.alone.extend(_step(job) for _ in range(_BLOCK))
             dist.barrier()
-            flight = self.exchange.edges([(to, out)], [(source, into)], self.exchange.collective_tag(), "calibrate")
+            for _ in range(_STREAM):
+                flight, began = fly(), time.perf_counter()
+                beside = []
+                while not flight.done.is_set():
+                    beside.append(sum(_step(job)[:2]))
+                flight.wait()
+                found.beside.extend(beside[:-1])  # the last one has outlived the row
+                found.rates.append(size / max(flight.ended - began, 1e-9))
+            dist.barrier()
             began = time.perf_counter()
-            computed = sum(_step(job)[:2])
-            flight.wait()
-            flown = max(flight.ended - began, 1e-9)
-            beside.append((computed, size * min(1.0, computed / flown), flown))
+            for _ in range(_BLOCK):
+                flight = fly()
+                _step(job)
+                flight.wait()
+            found.paces.append((time.perf_counter() - began) / _BLOCK)
 
-        once = self.together(pair, repeats=1)
-        alone, beside = [], []
-        for _ in range(max(_MIN_STEPS, min(_MAX_STEPS, int(_COMPUTE / max(once, 1e-6))))):
-            pair()
-        return np.array(alone), np.array(beside)
+        began = time.perf_counter()
+        turn()
+        once = self.slowest(time.perf_counter() - began)
+        found = Steps([], [], [], [])
+        for _ in range(max(_MIN_TURNS, min(_MAX_TURNS, int(_COMPUTE / max(once, 1e-6))))):
+            turn()
+        return found
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Seconds. ``alone``: forward, backward and update; ``beside``: forward and backward under a stream of rows, which had ``rates`` bytes
+    per second; ``paces``: whole steps with a row each."""
+
+    alone: list[tuple[float, float, float]]
+    beside: list[float]
+    rates: list[float]
+    paces: list[float]
+
+    def medians(self) -> list[float]:
+        """Forward, backward, update, pace, and what one byte that leaves adds to computing."""
+        forward, backward, update = np.median(self.alone, axis=0).tolist()
+        beside = statistics.median(self.beside) if self.beside else forward + backward  # too short for a step: nothing is known
+        byte = max(0.0, beside - forward - backward) / max(statistics.median(self.rates) * beside, 1.0)
+        return [forward, backward, update, statistics.median(self.paces), byte]
 
 
 def _step(job: Job) -> tuple[float, float, float]:
@@ -275,22 +312,22 @@ def calibrate(jobs: Sequence[Job], name: str, megabytes: float, say: Callable[[s
     far = found.get("inter") or found["intra"]
     wire = 8e-9 / far["gbit"] * (probe.per_host if far.get("shared") else 1)
     costs = probe.costs(row)
-    costs["reduce"] = probe.all_reduce(row, wire, far["latency_us"] * 1e-6)
+    costs |= probe.all_reduce(row, wire, far["latency_us"] * 1e-6)
     workloads, spreads, traffic, drag = [], [], [], []
     flow = 8e-9 / far["gbit"] * (probe.per_host if "inter" in found or far.get("shared") else 1)  # when all send at once
+    size = max(4, min(probe.most, row, int(_TRANSFER / flow)))
     for job in jobs:
         say(f"steps of {job.name}, alone and while rows are on their way")
-        alone, beside = probe.steps(job, row)
-        everyone = probe.everyone((alone[:, 0] + alone[:, 1]).tolist())
-        medians = probe.everyone([*np.median(alone, axis=0), *np.median(beside, axis=0)]).mean(axis=0)
-        spreads.append(_sigma(everyone))
-        traffic.append(max(0.0, medians[3] - medians[0] - medians[1]) / max(medians[4], 1.0) * 1e9)
-        size = min(probe.most, row)
-        drag.append(max(0.0, medians[5] - far["latency_us"] * 1e-6 - size * flow) / size * 1e9)
-        forward, backward, update = (float(ms) for ms in medians[:3] * 1e3)
-        times = {"forward_ms": forward, "backward_ms": backward, "update_ms": update}
+        steps = probe.steps(job, size)
+        spreads.append(_sigma(probe.everyone([forward + backward for forward, backward, _ in steps.alone])))
+        forward, backward, update, pace, byte = (float(value) for value in probe.everyone(steps.medians()).mean(axis=0))
+        traffic.append(byte * 1e9)
+        exposed = pace - update  # where the row takes longer than forward and backward, this is how long it takes
+        if exposed > _WAITS * (forward + backward):
+            drag.append(max(0.0, exposed / (far["latency_us"] * 1e-6 + size * flow) - 1))
+        times = {"forward_ms": forward * 1e3, "backward_ms": backward * 1e3, "update_ms": update * 1e3}
         workloads.append({"name": job.name, **times, "bytes": job.sizes})
-    costs["traffic"], costs["drag"] = statistics.median(traffic), statistics.median(drag)
+    costs["traffic"], costs["drag"] = statistics.median(traffic), statistics.median(drag or [0.0])
     said = found.pop("said", "")
     return build(
         {

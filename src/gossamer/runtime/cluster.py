@@ -98,17 +98,18 @@ class NoisePart(_Part):
 class Costs(_Part):
     """What communication costs the processor, in nanoseconds per byte of parameters or gradients (1 ns/B is 1 s per GB).
 
-    ``traffic``: by how much computing gets longer for each byte sent while it computes; ``drag``: by how much that byte takes longer
-    than on an idle machine. ``reduce``: added to each byte of an
-    all-reduce. ``combine``: mixing what has arrived into the parameters. ``apply``: the same for slices, between and after their two
-    stages. ``copy``: gradients into the buffers of an all-reduce and back, or parameters into a copy. ``narrow``: rounding to
-    bfloat16 before it is sent; ``widen``: taking it in afterwards, instead of ``combine``. ``step_us``: microseconds that each
-    averaging step takes in any case, for its own bookkeeping.
+    ``traffic``: by how much computing gets longer for each byte sent while it computes; ``drag``: by which share transfers take longer
+    while it computes. ``reduce``: added to each byte of an all-reduce; ``ring``: what such a byte takes of the time that one of
+    a row does on the same wire, if less. ``combine``: mixing what has arrived into the parameters. ``apply``: the same for slices, between
+    and after their two stages. ``copy``: gradients into the buffers of an all-reduce and back, or parameters into a copy. ``narrow``:
+    rounding to bfloat16 before it is sent; ``widen``: taking it in afterwards, instead of ``combine``. ``step_us``: microseconds that
+    each averaging step takes in any case, for its own bookkeeping.
     """
 
     traffic: float = Field(0.0, ge=0)
     drag: float = Field(0.0, ge=0)
     reduce: float = Field(0.0, ge=0)
+    ring: float = Field(1.0, ge=0.5, le=1)
     combine: float = Field(0.0, ge=0)
     apply: float = Field(0.0, ge=0)
     copy_: float = Field(0.0, ge=0, alias="copy")

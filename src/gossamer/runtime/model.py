@@ -140,7 +140,7 @@ class GossipStepper(Stepper):
     def make(self, round_: Round) -> Transfer:
         m = self.method
         made = network.by_library(self.cluster, round_, self.work.row_bytes, m.edge_share, m.verb)
-        return made.dragged(self.cluster.costs.drag * 1e-9) if m.order == "awc" else made
+        return made.dragged(self.cluster.costs.drag) if m.order == "awc" else made
 
     def round(self, t: int, epoch: int, epochs: int) -> Round:
         return self.schedule.graph(t, epoch, epochs).round(t // self.method.local_steps)

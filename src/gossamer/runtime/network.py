@@ -27,8 +27,8 @@ class Transfer(ABC):
     seconds: Array
     sent: Array
 
-    def dragged(self, per_byte: float) -> Transfer:
-        """The same, when each byte takes a worker so much longer."""
+    def dragged(self, drag: float) -> Transfer:
+        """The same, when it takes longer by this share."""
         return self
 
     @abstractmethod
@@ -62,9 +62,8 @@ class Shift(Transfer):
         self.seconds = np.maximum(taken, taken[self.target])
         self.sent = np.where(busy, float(size), 0.0)
 
-    def dragged(self, per_byte: float) -> Transfer:
-        self.taken = self.taken + per_byte * self.sent[self.source]
-        self.seconds = np.maximum(self.taken, self.taken[self.target])
+    def dragged(self, drag: float) -> Transfer:
+        self.taken, self.seconds = self.taken * (1 + drag), self.seconds * (1 + drag)
         return self
 
     def run(self, go: Array) -> tuple[Array, Array]:
@@ -93,9 +92,8 @@ class Edges(Transfer):
         left[self.senders] = np.maximum.reduceat(ends[self.by_source], self.out_starts)
         return arrived, left
 
-    def dragged(self, per_byte: float) -> Transfer:
-        self.taken = self.taken + per_byte * self.sent[self.source]
-        self.seconds = np.maximum(*self._collect(self.taken, np.zeros(self.n)))
+    def dragged(self, drag: float) -> Transfer:
+        self.taken, self.seconds = self.taken * (1 + drag), self.seconds * (1 + drag)
         return self
 
     def run(self, go: Array) -> tuple[Array, Array]:
@@ -115,9 +113,8 @@ class Together(Transfer):
         self.seconds = taken[self.label]
         self.sent = sent[self.label]
 
-    def dragged(self, per_byte: float) -> Transfer:
-        self.taken = self.taken + per_byte * self.sent[self.members[self.starts]]
-        self.seconds = self.taken[self.label]
+    def dragged(self, drag: float) -> Transfer:
+        self.taken, self.seconds = self.taken * (1 + drag), self.seconds * (1 + drag)
         return self
 
     def run(self, go: Array) -> tuple[Array, Array]:
@@ -148,9 +145,8 @@ class Stages(Transfer):
         self.seconds = np.repeat(alone, m)
         self.sent = (2 * (m - 1) / m + np.repeat(busy, m) / m) * size
 
-    def dragged(self, per_byte: float) -> Transfer:
-        more = per_byte * self.sent.reshape(-1, self.per).max(axis=1)
-        self.between, self.seconds = self.between + more, self.seconds + np.repeat(more, self.per)
+    def dragged(self, drag: float) -> Transfer:
+        self.inside, self.between, self.seconds = (part * (1 + drag) for part in (self.inside, self.between, self.seconds))
         return self
 
     def run(self, go: Array) -> tuple[Array, Array]:
@@ -209,17 +205,18 @@ class Rings:
             inside[span] += np.bincount(host[group])[span] - (len(span) > 1)
         rates = cluster.host_rates() / np.maximum(crossing, 1)
         local = cluster.intra_rate / (np.maximum(inside, 1) if _shared(cluster) else np.ones(cluster.hosts))
-        self.per_byte, self.latency = np.zeros(len(spans)), np.zeros(len(spans))
+        self.per_byte, self.latency = np.zeros(len(spans)), np.zeros(len(spans))  # of one of those messages
         for g, (span, m) in enumerate(zip(spans, self.sizes, strict=True)):
             if m > 1:
                 rate = float(local[span].min()) if m > len(span) else np.inf
                 rate = min(rate, float(rates[span].min())) if len(span) > 1 else rate
-                self.per_byte[g] = 2 * (m - 1) / m * (1 / rate + cluster.costs.reduce * 1e-9)
-                self.latency[g] = 2 * (m - 1) * (cluster.inter_latency if len(span) > 1 else cluster.intra_latency)
+                self.per_byte[g] = cluster.costs.ring / rate + cluster.costs.reduce * 1e-9
+                self.latency[g] = cluster.inter_latency if len(span) > 1 else cluster.intra_latency
 
     def sized(self, size: float) -> Together:
-        sent = 2 * (self.sizes - 1) / self.sizes * size
-        return _together(self.groups, self.latency + self.per_byte * size, sent, self.n)
+        messages = 2 * (self.sizes - 1)
+        each = self.per_byte * size / self.sizes
+        return _together(self.groups, messages * (self.latency + each), messages / self.sizes * size, self.n)
 
 
 def pipelined(cluster: Cluster, round_: Round, sizes: Sequence[int], push: bool) -> list[Transfer]:
