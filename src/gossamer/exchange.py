@@ -26,6 +26,7 @@ from gossamer.flights import Flight, Guard, Stage, Traffic, Waiter, Works, first
 from gossamer.links import Link, Message, Tag
 
 _BROKEN = 30.0  # seconds for which a collective is tried again though nobody has died
+_BLIND = 8  # marks messages of when nobody knows who takes part; there are no further epochs then
 _AGAIN = 0.02  # seconds between two tries
 
 
@@ -45,6 +46,7 @@ class Exchange:
         self.living: tuple[int, ...] = tuple(range(link.size))  # those of the link's ranks that take part, in order
         self.traffic = Traffic()
         self.collectives = 0
+        self._calls = 0  # the same, but for those that were done again
         self._parts: dict[bool, tuple[Tag, dict[tuple[int, bool], int]]] = {}
         # Two, so that steps and collectives do not wait for each other: workers may call mean() at different points of a step.
         self._waiters = {False: Waiter("steps"), True: Waiter("collectives")}
@@ -159,25 +161,27 @@ class Exchange:
             others = [q for q in range(self.size) if q != self.rank]
             return self.edges([(q, row) for q in others], [(q, everyone[q]) for q in others], self.collective_tag(), what)
 
-        self.complete(start)
-        return everyone
+        return everyone if self.complete(start) else self.reachable(row, what)
 
-    def complete(self, start: Callable[[], Flight]) -> None:
+    def complete(self, start: Callable[[], Flight]) -> bool:
         """A collective. With a guard, all who live have it in the end, or none: if somebody is lost, ``start`` is called again with
-        fewer ``living``."""
+        fewer ``living``. False if nobody can say any more who lives: then it is for :meth:`reachable`."""
         guard, everyone = self.guard, self.living
+        self._calls += 1
         if guard is None or self.size == 1:
             start().wait()
-            return
+            return True
         deadline = time.monotonic() + min(_BROKEN, self.link.timeout)
         try:
-            while True:
+            while not guard.blind:
                 flight = start()
                 flight.wait()
                 whole = not flight.lost.intersection(self.living)
                 again = guard.commit(flight.link, str(self.collectives), whole, self.living, flight.link.timeout)
                 if again is None:
-                    return
+                    return True
+                if guard.blind:
+                    break
                 if flight.link.rank not in again:
                     me = flight.link.names[flight.link.rank]
                     raise GossamerError(f"rank {me} was away for too long in {flight.what}, and the others went on without it")
@@ -191,6 +195,21 @@ class Exchange:
                 self.living = again
         finally:
             self.living = everyone
+        return False
+
+    def reachable(self, row: Tensor, what: str) -> Tensor:
+        """The rows of those whom I can reach, mine among them, ``[some, …]`` in the order of ranks. For when the members can't agree any
+        more: no row depends on who else takes part, so what comes is right; but two workers may have heard different ones."""
+        assert self.guard is not None
+        link, lost = self.link, self.guard.gone(self.link)
+        here = [q for q in range(link.size) if q not in lost or q == link.rank]
+        rows = row.new_empty(len(here), row.numel())
+        rows[here.index(link.rank)] = row
+        others = [(k, q) for k, q in enumerate(here) if q != link.rank]
+        tag = Tag(link.epoch + _BLIND, True, self._calls)
+        flight = self.edges([(q, row) for _, q in others], [(q, rows[k]) for k, q in others], tag, what)
+        flight.wait()
+        return rows[[k for k, q in enumerate(here) if q not in flight.lost]]
 
     def broadcast_(self, row: Tensor, what: str = "broadcast") -> None:
         """Everyone gets rank 0's values, along a binary tree."""

@@ -41,6 +41,10 @@ Stage = Callable[[], Works]
 class Guard(Protocol):
     """Knows who is lost. Ranks are those of the link."""
 
+    @property
+    def blind(self) -> bool:
+        """Whether the members can't agree any more on who they are."""
+
     def gone(self, link: Link) -> frozenset[int]:
         """Nothing comes from these any more."""
 

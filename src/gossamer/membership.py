@@ -236,15 +236,18 @@ class Membership:
             gone, doubtful = (frozenset(k for k, q in enumerate(members) if q in some) for some in (lost, doubt))
             self._gone[epoch] = (gone, doubtful)
 
+    @property
+    def blind(self) -> bool:
+        return self.store_gone is not None
+
     def commit(self, link: Link, name: str, whole: bool, places: tuple[int, ...], timeout: float) -> tuple[int, ...] | None:
-        """See :class:`Ballots`. Without the store one does what one can: again, without those whom one has lost oneself."""
+        """See :class:`Ballots`."""
         members = self._members[link.epoch]
-        if self.store_gone is None:
-            try:
-                return self._ballots.decide(f"{link.epoch}/{name}", whole, {q: members[q] for q in places}, timeout, self)
-            except RuntimeError as error:
-                self._without_store(error)
-        return None if whole else tuple(place for place in places if place not in self.gone(link))
+        try:
+            return self._ballots.decide(f"{link.epoch}/{name}", whole, {q: members[q] for q in places}, timeout, self)
+        except RuntimeError as error:
+            self._without_store(error)
+        return None if whole else places
 
     @property
     def roster(self) -> Roster:
