@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,11 +14,14 @@ from rich.text import Text
 from gossamer.apps import tasks
 from gossamer.errors import GossamerError
 from gossamer.runtime import cluster as clusters
-from gossamer.runtime import figure, fit
+from gossamer.runtime import figure
 from gossamer.runtime import plan as planning
 from gossamer.runtime.cluster import Cluster
 from gossamer.runtime.plan import Plan
 from gossamer.runtime.workload import Workload
+
+if TYPE_CHECKING:
+    from gossamer.runtime.fit import Fit
 
 
 def plan_command(
@@ -64,6 +67,8 @@ def plan_command(
     """
     console = Console()
     if fit_file is not None:
+        from gossamer.runtime import fit  # scipy.optimize takes half a second to load
+
         for table in fit.load(fit_file):
             with console.status(f"Fitting {table.name}"):
                 found = fit.fit(table)
@@ -157,7 +162,7 @@ def plan_table(made: Plan) -> Table:
     return table
 
 
-def fit_table(found: fit.Fit) -> Table:
+def fit_table(found: Fit) -> Table:
     u = found.unknowns
     own = f"; SGP's own: {u.overhead * 1e3:.1f} ms" if u.overhead else ""
     title = (

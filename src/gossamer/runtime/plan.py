@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from gossamer.errors import GossamerError
 from gossamer.graphs import OVER_HOSTS
@@ -269,6 +268,8 @@ def of_task(cluster: Cluster, task: Task, samples: int, compute_ms: float | None
     if compute_ms is not None:
         seconds = estimated(cluster, 1, 1, compute_ms).compute
     else:
+        from torch.utils.flop_counter import FlopCounterMode  # half a second to load
+
         few = min(samples, COUNTED)
         with FlopCounterMode(display=False) as counter:
             task.loss(model, *task.example(few)).backward()
