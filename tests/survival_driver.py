@@ -9,6 +9,7 @@ python -m tests.survival_driver OUT GRAPH STEPS [SECONDS PER STEP] [NAME=VALUE â
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -50,12 +51,15 @@ def main(out, graph, steps, pause, options):
             record["momentum"] = len(optimizer.state) > 0
             with torch.no_grad():
                 model.module.row[:HALF] = change.step
+            if dies:  # it is back, so all may finish
+                (out / "new").write_text(str(change.step + 100))
+                (out / "new").rename(out / "last")
 
     model.gossip(optimizer, on_change=changed)
     record["from"] = model.steps
     generator = torch.Generator().manual_seed(os.getpid())
     mine = out / f"{name}.pid"
-    slow = options.get("slow")  # RANK,STEP,SECONDS
+    slow, dies = options.get("slow"), options.get("dies")  # RANK,STEP,SECONDS and RANK,STEP
     while model.steps < last_step(out, steps):
         began = time.time()
         optimizer.zero_grad()
@@ -69,6 +73,8 @@ def main(out, graph, steps, pause, options):
         if slow and slow.split(",")[:2] == [str(rank), str(model.steps)]:
             time.sleep(float(slow.split(",")[2]))
         (out / f"{name}.step").write_text(str(model.steps))
+        if dies == f"{rank},{model.steps}" and not record["changes"]:
+            os.kill(os.getpid(), signal.SIGKILL)
     mean = model.mean(float(rank))
     model.average_()
     check(model, record)

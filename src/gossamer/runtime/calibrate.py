@@ -256,12 +256,11 @@ class Probe:
                 found.beside.extend(beside[:-1])  # the last one has outlived the row
                 found.rates.append(size / max(flight.ended - began, 1e-9))
             dist.barrier()
-            began = time.perf_counter()
             for _ in range(_BLOCK):
-                flight = fly()
+                flight, began = fly(), time.perf_counter()
                 _step(job)
                 flight.wait()
-            found.paces.append((time.perf_counter() - began) / _BLOCK)
+                found.paces.append(time.perf_counter() - began)
 
         began = time.perf_counter()
         turn()
