@@ -168,11 +168,11 @@ class BlockOptimizer:
 
     def take(self, rows: Sequence[int]) -> None:
         """After ``replicas.take(rows, …)``: row k goes on with the state of what row ``rows[k]`` was."""
-        places = {param: place for param, place in self._params}
+        places = dict(self._params)
         before = {places[param]: state for optimizer in self.optimizers for param, state in optimizer.state.items()}
         self._build()
         index = torch.tensor(rows, device=self.replicas.device)
-        places = {param: place for param, place in self._params}
+        places = dict(self._params)
         for optimizer in self.optimizers:
             for param in (param for group in optimizer.param_groups for param in group["params"]):
                 place = places[param]

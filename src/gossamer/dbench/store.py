@@ -130,7 +130,9 @@ class Store:
                 db.execute(f"PRAGMA user_version = {_VERSION}")
                 db.executemany("INSERT INTO meta VALUES (?, ?)", [(key, json.dumps(value)) for key, value in meta.items()])
                 cells = [astuple(cell) for cell in spec.cells()]
-                db.executemany("INSERT INTO runs (method, replicas, seed, failures, status) VALUES (?, ?, ?, ?, 'pending')", cells)
+                db.executemany(
+                    "INSERT INTO runs (method, replicas, seed, failures, status) VALUES (?, ?, ?, ?, 'pending')", cells
+                )
                 db.close()
                 new.rename(path)
                 with contextlib.closing(sqlite3.connect(path)) as fresh:
