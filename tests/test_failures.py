@@ -14,6 +14,8 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from rich.console import Console
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import Select
 
 from gossamer import Ada, GossamerError, LearningRate, Recipe, Settings, Task, Trainer, graphs, seeds
 from gossamer.dbench import analysis, bench, compare, toll
@@ -27,6 +29,7 @@ from gossamer.replicas import Replicas
 from gossamer.sampling import sampler
 from gossamer.schedules import rebuilt, schedule
 from tests.models import Cnn, Dropout, mlp, task
+from tests.test_report import browser, needs_browser, open_page, plotted  # noqa: F401  (a fixture)
 
 # With 8 workers and 10 steps an epoch: alone, two at once, one whose neighbour just came back, one for good, one from the start.
 MANY = (Outage(3, 0.2, 0.9), Outage(7, 0.4, 1.2), Outage(0, 0.4, 0.7), Outage(1, 0.7, 1.1), Outage(5, 1.3), Outage(6, 0.0, 0.1))
@@ -170,7 +173,7 @@ def test_few_workers_down_to_one_survivor(n, outages, graph):
 PARAMETERS = {"lattice": "lattice:k=3", "erdos-renyi": "erdos-renyi:p=0.7"}
 
 
-@pytest.mark.parametrize("name", [PARAMETERS.get(name, name) for name in graphs.names()] + ["ada"])
+@pytest.mark.parametrize("name", [PARAMETERS.get(name, name) for name in graphs.families()] + ["ada"])
 def test_the_mean_of_the_living_is_kept(name):
     """Nothing but averaging: no gradient."""
     trainer = Trainer(task(), settings(init="different", optimizer=Recipe("sgd", 1e-9)), name)
@@ -539,3 +542,23 @@ def test_the_shipped_spec_is_what_it_promises():
     for method in spec.methods:  # no graph is replaced by another
         for n in spec.replicas:
             assert rebuilt(schedule(method.topology, n), round(0.9 * n))[1] == ""
+
+
+@needs_browser
+def test_the_figure_is_drawn(browser, output):
+    open_page(browser, output)
+    assert [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
+    before = plotted(browser, "failures")
+    assert before["workers away"][1] == [0, 2, 0, 2, 2]
+    assert browser.execute_script("return document.querySelectorAll('#failures .trace path').length") > 8
+    order = "return [...document.querySelectorAll('#failures .plot')].map(p => p.classList[1])"
+    assert browser.execute_script(order) == ["x2y", "xy"] or browser.execute_script(order)[-1] == "xy"  # curves above the shade
+    section = browser.find_element(By.ID, "failures").find_element(By.XPATH, "..")
+    choices = [Select(box) for box in section.find_elements(By.TAG_NAME, "select")]
+    choices[0].select_by_visible_text("flaky")
+    choices[2].select_by_visible_text("consensus distance")
+    after = plotted(browser, "failures")
+    assert after["workers away"] != before["workers away"]
+    assert after["ring"][1] != before["ring"][1]
+    open_page(browser, output, width=360)
+    assert browser.execute_script("return document.documentElement.scrollWidth") == 360
