@@ -20,6 +20,7 @@ from selenium.webdriver.support.ui import Select
 from gossamer import Ada, GossamerError, LearningRate, Recipe, Settings, Task, Trainer, graphs, seeds
 from gossamer.dbench import analysis, bench, compare, toll
 from gossamer.dbench import spec as specs
+from gossamer.dbench.cell import book, run_cell
 from gossamer.dbench.failures import EventPart, FailuresPart
 from gossamer.dbench.report import write
 from gossamer.dbench.results import results
@@ -112,7 +113,8 @@ def simulated(own: Task, made: Settings, graph: str):
 
 
 SGD = Recipe("sgd", 0.1, {"momentum": 0.9, "weight_decay": 1e-3})
-ADAM = Recipe("adam", 1e-3)
+# A bias before BatchNorm has no gradient but rounding errors, which a small eps would make steps of.
+ADAM = Recipe("adam", 1e-3, {"eps": 1e-3})
 CASES = [
     ("ring", "dsgd-atc", SGD, mlp, "loop"),
     ("ring", "dsgd-awc", ADAM, Cnn, "vmap:3"),
@@ -319,7 +321,7 @@ def test_several_who_come_back_ask_different_ones():
 BASE = {
     "name": "failing",
     "replicas": [6, 8],
-    "methods": ["centralized", "ring", "torus", "ada"],
+    "methods": ["centralized", "ring", "torus"],
     "seeds": [0, 1],
     "backend": "tape",
     "task": {"name": "toy", "epochs": 4, "batch": 8},
@@ -335,11 +337,11 @@ BASE = {
 
 def test_failures_are_an_axis_of_the_grid_and_the_same_for_all_methods():
     spec = specs.build(BASE)
-    assert len(spec.cells()) == 2 * 4 * 2 * 3
+    assert len(spec.cells()) == 2 * 3 * 2 * 3
     assert specs.build(spec.model_dump(mode="json")) == spec
     assert str(specs.Cell("ring", 8, 1, "some")) == "ring, n=8, seed 1, some"
     for seed in (0, 1):
-        away = {spec.settings(specs.Cell(m, 8, seed, "some")).outages for m in ("centralized", "ring", "ada")}
+        away = {spec.settings(specs.Cell(m, 8, seed, "some")).outages for m in ("centralized", "ring", "torus")}
         assert len(away) == 1
         assert [(o.worker, o.at, o.back) for o in away.pop()][:2] == [(3, 1.0, 2.5), (1, 1.0, 2.5)]
     assert spec.settings(specs.Cell("ring", 8, 0, "none")).outages == ()
@@ -411,7 +413,7 @@ def test_processes_that_share_the_replicas_are_refused(tmp_path):
 @pytest.fixture(scope="module")
 def output(tmp_path_factory):
     out = tmp_path_factory.mktemp("failing")
-    bench(specs.build(BASE), out, task=task(), quiet=True, checkpoint_seconds=0.0)
+    bench(specs.build(BASE), out, task=task(), quiet=True)
     write(out)
     return out
 
@@ -429,6 +431,23 @@ def test_a_bench_runs_the_whole_grid_and_results_say_which(output, tmp_path):
         len(living(store.spec().outages(run.cell), 8, s, 10)) for s in range(0, 40, 5)
     ]
     assert len(analysis.load(store)[-1].steps) == 8
+
+
+def test_a_cell_stopped_in_an_outage_goes_on(output, tmp_path):
+    spec, cell = specs.build(BASE), specs.Cell("torus", 8, 1, "some")
+    store = Store.create(tmp_path / FILE, spec, ("accuracy", True), {})
+    finished = []
+    for steps in (14, 3, 100):
+        calls = iter(range(steps))
+        stop = lambda calls=calls: next(calls, None) is None  # noqa: E731  (asked once per step)
+        finished.append(run_cell(book(store, cell), spec, cell, task(), "cpu", 100.0, lambda *_: None, stop))
+    assert finished == [False, False, True]
+    whole = Store(output / FILE)
+    mine, other = store.find(cell), whole.find(cell)
+    assert replace(mine, id=0, seconds=0, machine="") == replace(other, id=0, seconds=0, machine="")
+    assert [(p.step, p.norms.tolist()) for p in store.profiles(mine)] == [
+        (p.step, p.norms.tolist()) for p in whole.profiles(other)
+    ]
 
 
 def test_the_toll_is_counted_right(output):
@@ -489,7 +508,7 @@ def test_the_report_shows_the_failures(output):
         cell = analysis.select(toll.among(runs, failures), "ring", 8)
         assert lines[name] == pytest.approx([sum(r.epochs[e].value for r in cell) / 2 for e in range(4)], rel=1e-4)
     others = {
-        trace["name"]
+        trace.get("name")
         for f in json.loads(page.split("const figures = ")[1].split(";\n")[0])[1:]
         for v in f["variants"]
         for trace in v["data"]
@@ -513,7 +532,7 @@ def test_a_report_without_undisturbed_runs_says_so(tmp_path):
 def test_outputs_with_failures_are_compared(output):
     console = Console(width=200, file=io.StringIO())
     console.print(compare.table(Store(output / FILE), Store(output / FILE)))
-    assert console.file.getvalue().count("identical") == 4 * 2 * 3
+    assert console.file.getvalue().count("identical") == 3 * 2 * 3
     assert "ring, flaky" in console.file.getvalue()
 
 
@@ -545,14 +564,14 @@ def test_the_shipped_spec_is_what_it_promises():
 
 
 @needs_browser
-def test_the_figure_is_drawn(browser, output):
+def test_the_figure_is_drawn(browser, output):  # noqa: F811
     open_page(browser, output)
     assert [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
     before = plotted(browser, "failures")
     assert before["workers away"][1] == [0, 2, 0, 2, 2]
     assert browser.execute_script("return document.querySelectorAll('#failures .trace path').length") > 8
-    order = "return [...document.querySelectorAll('#failures .plot')].map(p => p.classList[1])"
-    assert browser.execute_script(order) == ["x2y", "xy"] or browser.execute_script(order)[-1] == "xy"  # curves above the shade
+    layers = "return [...document.querySelectorAll('#failures .scatterlayer')].map(l => l.querySelectorAll('.trace').length)"
+    assert browser.execute_script(layers) == [1, 6]  # the curves lie over the shade
     section = browser.find_element(By.ID, "failures").find_element(By.XPATH, "..")
     choices = [Select(box) for box in section.find_elements(By.TAG_NAME, "select")]
     choices[0].select_by_visible_text("flaky")
