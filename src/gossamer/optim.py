@@ -168,7 +168,7 @@ class BlockOptimizer:
 
     def take(self, rows: Sequence[int]) -> None:
         """After ``replicas.take(rows, …)``: row k goes on with the state of what row ``rows[k]`` was."""
-        places = dict(self._params)
+        places: dict[Tensor, _Place] = dict(self._params)
         before = {places[param]: state for optimizer in self.optimizers for param, state in optimizer.state.items()}
         self._build()
         index = torch.tensor(rows, device=self.replicas.device)

@@ -102,7 +102,7 @@ def _which(every: Sequence[RunData], runs: Sequence[RunData]) -> str:
         return ""
     name = runs[0].run.failures
     which = "in which nobody fails" if name == NONE else f"with failures “{name}”"
-    return f" This table, the findings without failures and the figures below are of the runs {which}."
+    return f" This table, and all below that does not speak of failures, is of the runs {which}."
 
 
 def _table(runs: Sequence[RunData], metric: str, higher: bool, more: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from gossamer.dbench.findings import digits, interval, shown
 from gossamer.dbench.spec import Spec
 from gossamer.outages import Attendance
 from gossamer.schedules import rebuilt, schedule
+from gossamer.trainer import EpochRecord
 
 _NAMED = 8  # workers that a hover text names, at most
 _GREY = "#888888"
@@ -134,7 +135,7 @@ def section(runs: Sequence[RunData], spec: Spec, metric: str, higher_is_better: 
         for toll in tolls(runs, name, higher_is_better):
             numbers = (toll.before, toll.worst, toll.end, toll.cost_meanwhile, toll.cost_end)
             more = f" ({toll.diverged} diverged)" if toll.diverged else ""
-            cells = "".join(f"<td>{html.escape(shown(e))}</td>" for e in numbers)
+            cells = "".join(f"<td>{html.escape(shown(e)).replace('-0.000', '0.000')}</td>" for e in numbers)
             rows.append(f"<tr><th>{html.escape(toll.method + more)}</th><td>{toll.replicas}</td>{cells}</tr>")
         what = "; ".join(f"n={n}: {spec.failures[name].describe(n)}" for n in analysis.scales(among(runs, name)))
         parts.append(
@@ -190,19 +191,15 @@ def figure(runs: Sequence[RunData], metric: str, higher_is_better: bool) -> Figu
     selectors = {"failures": scenarios(runs), "replicas": sizes, "show": list(show)}
     variants = []
     for name, n, what in itertools.product(*selectors.values()):
-        field = "value" if what == metric else "consensus_distance"
-        traces, most = _curves(runs, name, int(n), field)
+        traces, most = _curves(runs, name, int(n), _value if what == metric else _distance)
+        title, scale = show[what]
+        # The curves are drawn over the axis of those who are away, which is a background with ticks of its own.
+        over = {"overlaying": "y2", "tickmode": "auto", "automargin": True}
+        beside = {"side": "right", "range": [0, most], "dtick": -(-most // 5), "showgrid": False, "automargin": True}
         layout = {
             "xaxis": {"title": {"text": "epoch"}, "type": "linear"},
-            # Drawn over the axis of those who are away, which is a background.
-            "yaxis": {"title": {"text": show[what][0]}, "type": show[what][1], "automargin": True, "overlaying": "y2"},
-            "yaxis2": {
-                "title": {"text": "workers away"},
-                "side": "right",
-                "range": [0, most],
-                "showgrid": False,
-                "automargin": True,
-            },
+            "yaxis": {"title": {"text": title}, "type": scale, **over},
+            "yaxis2": {"title": {"text": "workers away"}, **beside},
         }
         variants.append({"data": traces, "layout": layout})
     caption = (
@@ -212,17 +209,25 @@ def figure(runs: Sequence[RunData], metric: str, higher_is_better: bool) -> Figu
     return Figure("failures", f"{metric.capitalize()} through the failures", caption, selectors, variants)
 
 
-def _curves(runs: Sequence[RunData], failures: str, n: int, field: str) -> tuple[list[Trace], float]:
+def _value(e: EpochRecord) -> float:
+    return e.value
+
+
+def _distance(e: EpochRecord) -> float:
+    return e.consensus_distance or math.nan  # on a logarithmic axis there is no 0
+
+
+def _curves(runs: Sequence[RunData], failures: str, n: int, of: Callable[[EpochRecord], float]) -> tuple[list[Trace], int]:
     failing, calm = among(runs, failures), among(runs, NONE)
     shade = _shade(_one_method(analysis.select(failing, n=n)))
     traces: list[Trace] = [shade]
     for method, colour in colours(runs).items():
-        solid, dotted = (over_seeds(some, method, n, lambda e: getattr(e, field)) for some in (failing, calm))
+        solid, dotted = (over_seeds(some, method, n, of) for some in (failing, calm))
         traces.append(line(method, colour, range(1, len(solid) + 1), solid, legendgroup=method))
         dots: dict[str, Any] = {"color": colour, "width": 1.5, "dash": "dot"}
         more = {"line": dots, "legendgroup": method, "showlegend": False}
         traces.append(line(f"{method}, nobody fails", colour, range(1, len(dotted) + 1), dotted, **more))
-    return traces, max([1.0, *(y or 0 for y in shade["y"])])
+    return traces, max([1, *(math.ceil(y) for y in shade["y"])])
 
 
 def _shade(cell: list[RunData]) -> Trace:
