@@ -321,7 +321,7 @@ def test_several_who_come_back_ask_different_ones():
 BASE = {
     "name": "failing",
     "replicas": [6, 8],
-    "methods": ["centralized", "ring", "torus"],
+    "methods": ["ring", "torus"],
     "seeds": [0, 1],
     "backend": "tape",
     "task": {"name": "toy", "epochs": 4, "batch": 8},
@@ -337,11 +337,11 @@ BASE = {
 
 def test_failures_are_an_axis_of_the_grid_and_the_same_for_all_methods():
     spec = specs.build(BASE)
-    assert len(spec.cells()) == 2 * 3 * 2 * 3
+    assert len(spec.cells()) == 2 * 2 * 2 * 3
     assert specs.build(spec.model_dump(mode="json")) == spec
     assert str(specs.Cell("ring", 8, 1, "some")) == "ring, n=8, seed 1, some"
     for seed in (0, 1):
-        away = {spec.settings(specs.Cell(m, 8, seed, "some")).outages for m in ("centralized", "ring", "torus")}
+        away = {spec.settings(specs.Cell(m, 8, seed, "some")).outages for m in ("ring", "torus")}
         assert len(away) == 1
         assert [(o.worker, o.at, o.back) for o in away.pop()][:2] == [(3, 1.0, 2.5), (1, 1.0, 2.5)]
     assert spec.settings(specs.Cell("ring", 8, 0, "none")).outages == ()
@@ -422,9 +422,10 @@ def test_a_bench_runs_the_whole_grid_and_results_say_which(output, tmp_path):
     found = results(Store(output / FILE))
     assert {(row["status"], row["failures"]) for row in found} == {("done", name) for name in BASE["failures"]}
     calm = {(r["method"], r["replicas"], r["seed"]): r["value"] for r in found if r["failures"] == "none"}
-    alone = BASE | {"failures": {}}
+    alone = BASE | {"failures": {}, "methods": ["torus"], "seeds": [1]}
     bench(specs.build(alone), tmp_path, task=task(), quiet=True)
-    assert calm == {(r["method"], r["replicas"], r["seed"]): r["value"] for r in results(Store(tmp_path / FILE))}
+    for row in results(Store(tmp_path / FILE)):
+        assert row["value"] == calm[row["method"], row["replicas"], row["seed"]]
     store = Store(output / FILE)
     run = store.find(specs.Cell("ring", 8, 1, "some"))
     assert [len(look.norms) for look in store.profiles(run)] == [
@@ -532,7 +533,7 @@ def test_a_report_without_undisturbed_runs_says_so(tmp_path):
 def test_outputs_with_failures_are_compared(output):
     console = Console(width=200, file=io.StringIO())
     console.print(compare.table(Store(output / FILE), Store(output / FILE)))
-    assert console.file.getvalue().count("identical") == 3 * 2 * 3
+    assert console.file.getvalue().count("identical") == 2 * 2 * 3
     assert "ring, flaky" in console.file.getvalue()
 
 
@@ -569,9 +570,9 @@ def test_the_figure_is_drawn(browser, output):  # noqa: F811
     assert [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
     before = plotted(browser, "failures")
     assert before["workers away"][1] == [0, 2, 0, 2, 2]
-    assert browser.execute_script("return document.querySelectorAll('#failures .trace path').length") > 8
+    assert browser.execute_script("return document.querySelectorAll('#failures .trace path').length") > 5
     layers = "return [...document.querySelectorAll('#failures .scatterlayer')].map(l => l.querySelectorAll('.trace').length)"
-    assert browser.execute_script(layers) == [1, 6]  # the curves lie over the shade
+    assert browser.execute_script(layers) == [1, 4]  # the curves lie over the shade
     section = browser.find_element(By.ID, "failures").find_element(By.XPATH, "..")
     choices = [Select(box) for box in section.find_elements(By.TAG_NAME, "select")]
     choices[0].select_by_visible_text("flaky")
