@@ -77,6 +77,13 @@ class Block:
         """The spare buffer, which holds the mixed rows, becomes the current one."""
         self.x, self._spare = self.spare, self.x
 
+    def take(self, rows: Tensor) -> None:
+        """Row k becomes what row ``rows[k]`` was. Gradients are forgotten."""
+        self.x = self.x[rows]
+        self._grad = self._spare = None
+        self._views.clear()
+        self._rows.clear()
+
     def tensors(self, flat: Tensor) -> dict[str, Tensor]:
         """``flat`` (x or grad) as ``{name: [r, *shape]}``, in the memory format of the original parameter."""
         key = flat.data_ptr()

@@ -87,9 +87,9 @@ def loads(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def remove(path: Path) -> None:
     """A checkpoint, or a folder of them."""
     if path.is_dir():
-        for file in path.iterdir():
-            file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # another process may still be at it
+        with contextlib.suppress(OSError):  # another process may be at it, or done with it
+            for file in path.iterdir():
+                file.unlink(missing_ok=True)
             path.rmdir()
     else:
         path.unlink(missing_ok=True)

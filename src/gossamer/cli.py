@@ -115,7 +115,8 @@ def results_command(
     elif csv:
         typer.echo(as_csv(rows), nl=False)
     else:
-        keys = ("method", "replicas", "seed", "status", "value", "value_mean", "value_worst", "bytes_per_replica", "seconds")
+        axes = ("method", "replicas", "seed", *(["failures"] if store.spec().failures else []))
+        keys = (*axes, "status", "value", "value_mean", "value_worst", "bytes_per_replica", "seconds")
         table = Table(*keys)
         for row in rows:
             cells = ("–" if row[k] is None else f"{row[k]:.4g}" if isinstance(row[k], float) else str(row[k]) for k in keys)

@@ -13,7 +13,8 @@ def explain(fault: Any, whole: type[BaseModel], parts: Mapping[str, type[BaseMod
     """``parts``: the tables of ``whole`` by their key, to know which keys they take."""
     key = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
-        owner = parts.get(str(fault["loc"][0]), whole) if len(fault["loc"]) > 1 else whole
+        tables = (parts[str(part)] for part in reversed(fault["loc"][:-1]) if str(part) in parts)
+        owner = next(tables, whole)
         near = difflib.get_close_matches(str(fault["loc"][-1]), list(owner.model_fields), n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(owner.model_fields)}"
         return f"{key} is not a known key; {hint}"

@@ -6,8 +6,8 @@ would mix replicas there: they get one instance per replica. Momentum and moment
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -87,25 +87,27 @@ class BlockOptimizer:
             raise GossamerError(f"clip={recipe.clip} is out of range; it bounds a norm, so it is above 0")
         self.recipe, self.replicas = recipe, replicas
         kind = recipe.kind()
-        self._params: list[tuple[nn.Parameter, _Place]] = []
-        if kind.__name__ in _ELEMENTWISE or kind in _OURS.values():
-            shares = [self._elementwise(replicas)]
-        else:
-            shares = [self._one_replica(replicas, i) for i in range(replicas.r)]
-        options = dict(recipe.options)
+        self._options = options = dict(recipe.options)
         # With one row we leave torch's default, so that n=1 equals plain PyTorch bit for bit. With many rows memory traffic
         # is everything, and the fused kernel touches each number once.
         # (On a CPU, torch 2.13's fused SGD leaves half-precision parameters where they are, without a word.)
         single = all(block.dtype in (torch.float32, torch.float64) for block in replicas.blocks)
         if kind.__name__ in _FUSED and replicas.r > 1 and single:
             options.setdefault("fused", "foreach" not in options)
-        self.optimizers = [self._make(kind, groups, options) for groups in shares]
+        self._build()
 
-    def _make(
-        self, kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]
-    ) -> torch.optim.Optimizer:
+    def _build(self) -> None:
+        replicas, kind = self.replicas, self.recipe.kind()
+        self._params: list[tuple[nn.Parameter, _Place]] = []
+        if kind.__name__ in _ELEMENTWISE or kind in _OURS.values():
+            shares = [self._elementwise(replicas)]
+        else:
+            shares = [self._one_replica(replicas, i) for i in range(replicas.r)]
+        self.optimizers = [self._make(kind, groups) for groups in shares]
+
+    def _make(self, kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         try:
-            return kind(groups, lr=self.recipe.lr, **options)  # type: ignore[call-arg]
+            return kind(groups, lr=self.recipe.lr, **self._options)  # type: ignore[call-arg]
         except (TypeError, ValueError) as error:
             raise GossamerError(f"optimizer {self.recipe.name!r} does not take these options: {error}") from None
 
@@ -164,9 +166,30 @@ class BlockOptimizer:
             for block in self.replicas.blocks:
                 block.grad[i].mul_(scale.to(block.dtype))
 
+    def take(self, rows: Sequence[int]) -> None:
+        """After ``replicas.take(rows, …)``: row k goes on with the state of what row ``rows[k]`` was."""
+        places: dict[Tensor, _Place] = dict(self._params)
+        before = {places[param]: state for optimizer in self.optimizers for param, state in optimizer.state.items()}
+        self._build()
+        index = torch.tensor(rows, device=self.replicas.device)
+        places = dict(self._params)
+        for optimizer in self.optimizers:
+            for param in (param for group in optimizer.param_groups for param in group["params"]):
+                place = places[param]
+                state = before.get(place if place.row is None else replace(place, row=rows[place.row]))
+                if state is not None:
+                    optimizer.state[param] = {name: _taken(value, index, place) for name, value in state.items()}
+
     def state_dict(self) -> list[dict[str, Any]]:
         return [optimizer.state_dict() for optimizer in self.optimizers]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+
+
+def _taken(value: Any, rows: Tensor, place: _Place) -> Any:
+    """What is of all rows together (a count of steps) stays; what each row has of its own goes with it."""
+    if not isinstance(value, Tensor):
+        return value
+    return value[rows] if place.row is None and value.ndim > 0 else value.clone()

@@ -45,7 +45,8 @@ class Replicas:
             raise GossamerError(f"init={init!r} is not known; replicas start 'same' or 'different'")
         if init == "different" and isinstance(build, nn.Module):
             raise GossamerError("init='different' needs a function that makes a module, such as the class itself, not a module")
-        self.r, self.first, self.seed = r, first, seed
+        self.r, self.seed = r, seed
+        self.numbers: Sequence[int] = range(first, first + r)  # of each row, which replica it is among all n
         self.device = torch.device(device)
         self.backend = None if backend == "auto" else Backend.parse(backend)
         self.vmap_randomness = vmap_randomness
@@ -118,7 +119,7 @@ class Replicas:
         losses = []
         for low in range(start, end, chunk):
             rows = slice(low, min(low + chunk, end))
-            seeds.set_default(seeds.derive(self.seed, step, self.first + low), self.device)
+            seeds.set_default(seeds.derive(self.seed, step, self.numbers[low]), self.device)
             try:
                 losses.append(way(loss, rows, tuple(tensor[rows] for tensor in batch)))
             except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
@@ -131,7 +132,7 @@ class Replicas:
         self.template.train()
         losses = []
         for i in range(start, end):
-            seeds.set_default(seeds.derive(self.seed, step, self.first + i), self.device)
+            seeds.set_default(seeds.derive(self.seed, step, self.numbers[i]), self.device)
             self._point_at(i)
             for params in self._trainable:
                 for p in params:
@@ -258,6 +259,17 @@ class Replicas:
                 p.data = view
         for place, key, name in self._buffer_places:
             place[key] = self._buffer_rows[name][i]
+
+    def take(self, rows: Sequence[int], numbers: Sequence[int]) -> None:
+        """Replicas leave, or come back as another: row k becomes what row ``rows[k]`` was, buffers included, and is replica
+        ``numbers[k]`` from now on. Gradients are forgotten."""
+        index = torch.tensor(rows, device=self.device)
+        self.r, self.numbers = len(rows), numbers
+        for block in self.blocks:
+            block.take(index)
+        self.buffers = {name: stacked[index] for name, stacked in self.buffers.items()}
+        self._buffer_rows = {name: stacked.unbind(0) for name, stacked in self.buffers.items()}
+        self._point_at(0)
 
     def _fill(self, i: int, module: nn.Module) -> None:
         params, buffers = dict(module.named_parameters()), dict(module.named_buffers())

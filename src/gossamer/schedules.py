@@ -59,6 +59,10 @@ class Schedule(ABC):
     def describe(self) -> str:
         """The schedule as a person would write it."""
 
+    def sized(self, n: int) -> Schedule:
+        """The same for n workers."""
+        return schedule(self.describe(), n)
+
     def _last_logged(self) -> str | None:
         return self.changes[-1].graph if self.changes else None
 
@@ -131,6 +135,12 @@ class Ada(Schedule):
             self._graphs[k] = graphs.complete(self.n) if k >= self.n - 1 else graphs.lattice(self.n, k=k)
         return self._graphs[k], f"epoch {now.epoch} of {now.epochs}: k={k}"
 
+    def sized(self, n: int) -> Ada:
+        """One that starts complete does so with any n."""
+        densest = max(n - 1, 1)
+        k0 = None if self.k0 >= self.n - 1 else min(self.k0, densest)
+        return Ada(n, k0, self.gamma, self.reach, max(2, min(self.k_min, densest)))
+
     def describe(self) -> str:
         speed = f"reach={self.reach}" if self.gamma is None else f"gamma={self.gamma}"
         return f"ada:k0={self.k0},{speed},k_min={self.k_min}"
@@ -156,9 +166,31 @@ _ANY_N = "one-peer-exponential"  # where the graph does not exist for the number
 def rebuilt(planned: Schedule, n: int) -> tuple[Schedule, str]:
     """The same for another number of workers, or the nearest that there is; and what to say about it."""
     try:
-        return schedule(planned.describe(), n), ""
+        return planned.sized(n), ""
     except GossamerError as error:
         return schedule(_ANY_N, n), f"; {error}"
+
+
+class Resized(Schedule):
+    """A schedule for workers that come and go: the planned one, rebuilt for as many as there are."""
+
+    def __init__(self, planned: Schedule) -> None:
+        super().__init__(planned.n)
+        self.planned = planned
+        self._made: dict[int, tuple[Schedule, str]] = {planned.n: (planned, "")}
+
+    def resize(self, n: int) -> None:
+        if n not in self._made:
+            self._made[n] = rebuilt(self.planned, n)
+        self.n = n
+
+    def decide(self, now: Moment) -> tuple[Graph, str]:
+        made, note = self._made[self.n]
+        graph, reason = made.decide(now)
+        return graph, note.removeprefix("; ") or reason
+
+    def describe(self) -> str:
+        return self.planned.describe()
 
 
 _ADA_OPTIONS = {"k0": int, "gamma": float, "reach": float, "k_min": int}

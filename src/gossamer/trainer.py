@@ -7,7 +7,7 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from torch import nn
 
 from gossamer import batch_norm, checkpoint, profile, seeds, shards
 from gossamer.algorithms import algorithm
-from gossamer.backends import Backend
+from gossamer.backends import Backend, Batch
 from gossamer.batch_norm import BatchNorm
 from gossamer.errors import GossamerError
 from gossamer.exchange import Exchange
@@ -25,11 +25,12 @@ from gossamer.graphs import Graph
 from gossamer.learning_rates import LearningRate
 from gossamer.mixer import Mixer, Wire
 from gossamer.optim import BlockOptimizer, Recipe
+from gossamer.outages import Attendance, Outage, donors
 from gossamer.profile import Profile
 from gossamer.replicas import Replicas
 from gossamer.rounds import Mean
 from gossamer.sampling import sampler
-from gossamer.schedules import Schedule, schedule
+from gossamer.schedules import Resized, Schedule, schedule
 from gossamer.sources import Draw, source
 from gossamer.tasks import Task
 
@@ -59,6 +60,7 @@ class Settings:
     device: str = "cpu"
     batch_norm: BatchNorm = "reestimate"  # how the averaged model gets its running statistics (see batch_norm.py)
     wire: Wire = "float32"  # bfloat16: rows that travel by edges are rounded (see mixer.py)
+    outages: tuple[Outage, ...] = ()  # workers that fail and perhaps come back (see outages.py); in one process only
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,10 @@ class Trainer:
         self.device = torch.device(settings.device)
         self.on_profile, self.on_epoch, self.on_step = on_profile, on_epoch, on_step
         self.schedule = schedule("complete" if kind.averages_gradients else graph, n)
+        if settings.outages:
+            if exchange is not None:
+                raise GossamerError("failures: workers can leave and come back in one process only; run this without torchrun")
+            self.schedule = Resized(self.schedule)
         self.exchange = exchange
         self.mixer = Mixer(n, exchange, settings.wire)
         self.replicas = Replicas(
@@ -133,6 +139,8 @@ class Trainer:
         self.train = source(task.train).to(self.device)
         self.batches = sampler(settings.partition, self.train, n, settings.batch, settings.seed)
         self.test = source(task.test).to(self.device)
+        self.attendance = Attendance(n, settings.outages, self.batches.steps_per_epoch)
+        self.members: tuple[int, ...] = tuple(range(n))  # who takes part now
         self.steps = self.batches.steps_per_epoch * settings.epochs
         self.step = 0  # steps done
         self.bytes = 0  # received by each replica so far
@@ -175,14 +183,15 @@ class Trainer:
 
     def _train_one_step(self) -> None:
         t, epoch = self.step, self.epoch
+        if t in self.attendance.turns:
+            self._take_part(self.attendance.members(t))
         graph = self.schedule.graph(t, epoch, self.settings.epochs, self.signals)
         self.mixer.round = Mean(graph.n) if self.algorithm.averages_gradients else graph.round(t)
-        self.algorithm.optimizer.set_lr(self.learning_rate.at(t, self.steps, self.settings.replicas))
+        self.algorithm.optimizer.set_lr(self.learning_rate.at(t, self.steps, len(self.members)))
         self.mixer.step = t
         self.bytes += self.mixer.cost(self.replicas.row_bytes)
         self.algorithm.begin(self.replicas, self.mixer, self._look)
-        mine = self.mixer.rows
-        losses = self.replicas.gradients(self.task.loss, self.batches.batch(t, mine.start, len(mine)), t)
+        losses = self.replicas.gradients(self.task.loss, self._batch(t), t)
         losses = self.mixer.gather(losses, "loss")
         self._check(losses, t)
         self.algorithm.finish(self.replicas, self.mixer, self._look)
@@ -193,12 +202,32 @@ class Trainer:
         if self.on_step is not None:
             self.on_step(self.step, float(loss))
 
+    def _batch(self, t: int) -> Batch:
+        """What my rows see. The samples of those who are away are seen by nobody."""
+        if len(self.members) < self.settings.replicas:
+            return tuple(tensor[list(self.members)] for tensor in self.batches.batch(t))
+        mine = self.mixer.rows
+        return self.batches.batch(t, mine.start, len(mine))
+
+    def _take_part(self, members: tuple[int, ...]) -> None:
+        """Before a step begins: some have left, or come back with the state of another."""
+        source = {worker: worker for worker in self.members} | donors(self.members, members)
+        self._resize([self.members.index(source[worker]) for worker in members], members)
+
+    def _resize(self, rows: Sequence[int], members: tuple[int, ...]) -> None:
+        self.replicas.take(rows, members)
+        self.algorithm.optimizer.take(rows)
+        self.mixer = Mixer(len(members), None, self.settings.wire)
+        assert isinstance(self.schedule, Resized)
+        self.schedule.resize(len(members))
+        self.members = members
+
     def _check(self, losses: torch.Tensor, t: int) -> None:
         bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
         if bad:
             more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
             raise TrainingDiverged(
-                f"the loss of replica {bad[0]}{more} is {float(losses[bad[0]])} at step {t} "
+                f"the loss of replica {self.members[bad[0]]}{more} is {float(losses[bad[0]])} at step {t} "
                 f"(epoch {self.epoch}); a smaller learning rate or gradient clipping may help. The last checkpoint is kept"
             )
 
@@ -208,7 +237,7 @@ class Trainer:
             bad = (~torch.isfinite(self.mixer.gather(block.x.sum(dim=1)))).nonzero().flatten().tolist()
             if bad:
                 raise TrainingDiverged(
-                    f"the parameters of replica {bad[0]} are not finite after step {self.step - 1} "
+                    f"the parameters of replica {self.members[bad[0]]} are not finite after step {self.step - 1} "
                     f"(epoch {self.epoch}), though its loss was; the last checkpoint is kept"
                 )
 
@@ -231,7 +260,7 @@ class Trainer:
         record = EpochRecord(
             epoch=self.epoch - 1,
             step=self.step,
-            lr=self.learning_rate.at(self.step - 1, self.steps, self.settings.replicas),
+            lr=self.learning_rate.at(self.step - 1, self.steps, len(self.members)),
             train_loss=float(self._epoch_loss) / per_epoch,
             value=value,
             graph=self.schedule.changes[-1].graph,
@@ -336,6 +365,9 @@ class Trainer:
         ]
         if differ:
             raise GossamerError(f"{path} was made with other settings: {'; '.join(differ)}")
+        members = self.attendance.members(header["step"] - 1)
+        if members != self.members:
+            self._resize([0] * len(members), members)
         for k, block in enumerate(self.replicas.blocks):
             block.x.copy_(tensors[f"x.{k}"])
         for name, stacked in self.replicas.buffers.items():
@@ -372,5 +404,6 @@ class Trainer:
             "init": s.init,
             "wire": s.wire,
             "batch_norm": s.batch_norm,
+            "outages": [[o.worker, o.at, o.back] for o in s.outages] or None,
             "tensors": [[slot.name, list(slot.shape)] for block in self.replicas.blocks for slot in block.slots],
         }

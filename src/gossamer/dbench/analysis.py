@@ -5,6 +5,7 @@ A run that diverged has no value. It counts as the worst where methods are ranke
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +16,8 @@ import scipy
 import torch
 
 from gossamer import graphs
-from gossamer.dbench.store import Run, Store
+from gossamer.dbench.store import ProfileRow, Run, Store
+from gossamer.outages import Outage
 from gossamer.profile import MEASURES, dispersion
 from gossamer.schedules import Change
 from gossamer.trainer import EpochRecord
@@ -35,6 +37,7 @@ class RunData:
     consensus: np.ndarray
     changes: tuple[Change, ...]
     step_seconds: float | None = None  # on the cluster that the spec names; predicted
+    outages: tuple[Outage, ...] = ()
 
     @property
     def value(self) -> float | None:
@@ -102,22 +105,29 @@ def load(store: Store) -> list[RunData]:
         if run.status not in ("done", "diverged"):
             continue
         looks = store.profiles(run)
-        # All looks at once: [replicas, looks, tensors] → [looks, tensors] for each measure.
-        norms = np.stack([look.norms for look in looks], axis=1) if looks else np.zeros((1, 0, 0), dtype=np.float32)
-        measured = dispersion(torch.from_numpy(norms)) if looks else dict.fromkeys(MEASURES, torch.zeros(0, 0))
         loaded.append(
             RunData(
                 run=run,
                 centralized=spec.method(run.method).centralized,
                 epochs=tuple(store.epochs(run.id)),
                 steps=np.array([look.step for look in looks], dtype=np.int64),
-                dispersion={m: measured[m].numpy() for m in MEASURES},
+                dispersion=_dispersion(looks),
                 consensus=np.array([look.consensus_distance for look in looks]),
                 changes=tuple(store.changes(run.id)),
                 step_seconds=clock.get(run.method, {}).get(str(run.replicas)),
+                outages=spec.outages(run.cell),
             )
         )
     return loaded
+
+
+def _dispersion(looks: Sequence[ProfileRow]) -> dict[str, np.ndarray]:
+    """Many looks at once, as long as the same number of replicas took part: [replicas, looks, tensors] → [looks, tensors]."""
+    parts = [
+        dispersion(torch.from_numpy(np.stack([look.norms for look in same], axis=1)))
+        for _, same in itertools.groupby(looks, lambda look: len(look.norms))
+    ]
+    return {m: np.concatenate([part[m].numpy() for part in parts]) if parts else np.zeros((0, 0)) for m in MEASURES}
 
 
 # --- Selecting ------------------------------------------------------------------------------------------------------------

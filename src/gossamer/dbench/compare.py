@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
 from rich.table import Table
 from rich.text import Text
 
-from gossamer.dbench import analysis
+from gossamer.dbench import analysis, toll
 from gossamer.dbench.analysis import Estimate, RunData
+from gossamer.dbench.failures import NONE
 from gossamer.dbench.findings import shown
 from gossamer.dbench.spec import differences
 from gossamer.dbench.store import Store
@@ -40,13 +42,15 @@ def table(first: Store, second: Store) -> Table:
     machines = [{key: str(value) for r in runs for key, value in json.loads(r.run.machine or "{}").items()} for runs in (a, b)]
     changed = [key for key in machines[0] if machines[0][key] != machines[1].get(key)]
     made.caption = "same machine and versions" if not changed else f"differs: {', '.join(changed)}"
-    for n in analysis.scales([*a, *b]):
-        for method in analysis.methods([*a, *b]):
-            x, y = (analysis.select(runs, method, n) for runs in (a, b))
-            if x and y:
-                made.add_row(*map(Text, (method, str(n), *_row(x, y, higher))))
-            elif x or y:
-                made.add_row(*map(Text, (method, str(n), "", "", "", f"not finished in {'B' if x else 'A'}", "")))
+    for n, failures, method in itertools.product(
+        analysis.scales([*a, *b]), first.spec().failures or (NONE,), analysis.methods([*a, *b])
+    ):
+        x, y = (analysis.select(toll.among(runs, failures), method, n) for runs in (a, b))
+        name = method if failures == NONE else f"{method}, {failures}"
+        if x and y:
+            made.add_row(*map(Text, (name, str(n), *_row(x, y, higher))))
+        elif x or y:
+            made.add_row(*map(Text, (name, str(n), "", "", "", f"not finished in {'B' if x else 'A'}", "")))
     return made
 
 

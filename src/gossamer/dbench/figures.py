@@ -45,7 +45,7 @@ class Figure:
 
 def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool, partition: Partition | None = None) -> list[Figure]:
     sizes = [str(n) for n in reversed(analysis.scales(runs))]  # the largest first: it is what is shown at the start
-    colour = {m: _COLOURS[k % len(_COLOURS)] for k, m in enumerate(analysis.methods(runs))}
+    colour = colours(runs)
     measures = [_NAMES[m] for m in MEASURES]
     key = dict(zip(measures, MEASURES, strict=True))
     ranked = [m for m in analysis.methods(runs) if any(len(r.steps) for r in analysis.select(runs, m))]
@@ -165,6 +165,10 @@ def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool, partit
     return made
 
 
+def colours(runs: Sequence[RunData]) -> dict[str, str]:
+    return {m: _COLOURS[k % len(_COLOURS)] for k, m in enumerate(analysis.methods(runs))}
+
+
 @dataclass(frozen=True)
 class Axes:
     x: str
@@ -198,7 +202,7 @@ def _is_centralized(runs: Sequence[RunData], method: str) -> bool:
     return any(r.centralized for r in analysis.select(runs, method))
 
 
-def _line(name: str, colour: str, x: Numbers, y: Numbers, **more: Any) -> Trace:
+def line(name: str, colour: str, x: Numbers, y: Numbers, **more: Any) -> Trace:
     return {
         "type": "scatter",
         "mode": "lines",
@@ -232,7 +236,7 @@ def _thin(*columns: np.ndarray) -> list[np.ndarray]:
     return [column[::step] for column in columns]
 
 
-def _over_seeds(runs: Sequence[RunData], method: str, n: int, of: Callable[[Any], float]) -> list[float]:
+def over_seeds(runs: Sequence[RunData], method: str, n: int, of: Callable[[Any], float]) -> list[float]:
     """A number of each epoch, averaged over the seeds that reached that epoch."""
     histories = [r.epochs for r in analysis.select(runs, method, n)]
     length = max((len(h) for h in histories), default=0)
@@ -240,13 +244,13 @@ def _over_seeds(runs: Sequence[RunData], method: str, n: int, of: Callable[[Any]
 
 
 def _by_epoch(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> list[Trace]:
-    values = {m: _over_seeds(runs, m, n, lambda e: e.value) for m in colour}
-    return [_line(m, colour[m], range(1, len(v) + 1), v) for m, v in values.items()]
+    values = {m: over_seeds(runs, m, n, lambda e: e.value) for m in colour}
+    return [line(m, colour[m], range(1, len(v) + 1), v) for m, v in values.items()]
 
 
 def _against_bytes(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> list[Trace]:
     return [
-        _line(m, colour[m], _over_seeds(runs, m, n, lambda e: e.bytes / 1e6), _over_seeds(runs, m, n, lambda e: e.value))
+        line(m, colour[m], over_seeds(runs, m, n, lambda e: e.bytes / 1e6), over_seeds(runs, m, n, lambda e: e.value))
         for m in colour
     ]
 
@@ -256,15 +260,15 @@ def _against_clock(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> l
     for m in colour:
         each = next((r.step_seconds for r in analysis.select(runs, m, n)), None)
         if each is not None:
-            steps = _over_seeds(runs, m, n, lambda e: e.step)
-            made.append(_line(m, colour[m], [s * each for s in steps], _over_seeds(runs, m, n, lambda e: e.value)))
+            steps = over_seeds(runs, m, n, lambda e: e.step)
+            made.append(line(m, colour[m], [s * each for s in steps], over_seeds(runs, m, n, lambda e: e.value)))
     return made
 
 
 def _degree(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> list[Trace]:
-    values = {m: _over_seeds(runs, m, n, lambda e: e.degree) for m in colour}
+    values = {m: over_seeds(runs, m, n, lambda e: e.degree) for m in colour}
     return [
-        _line(m, colour[m], range(1, len(v) + 1), v, line={"color": colour[m], "width": 2, "shape": "hv"})
+        line(m, colour[m], range(1, len(v) + 1), v, line={"color": colour[m], "width": 2, "shape": "hv"})
         for m, v in values.items()
     ]
 
@@ -302,7 +306,7 @@ def _against_scale(runs: Sequence[RunData], colour: dict[str, str]) -> list[Trac
     for m in colour:
         mine = [f for f in finals if f.method == m]
         bars = {"type": "data", "array": _list([f.value.half for f in mine]), "thickness": 1}
-        trace = _line(m, colour[m], [f.replicas for f in mine], [f.value.mean for f in mine], error_y=bars)
+        trace = line(m, colour[m], [f.replicas for f in mine], [f.value.mean for f in mine], error_y=bars)
         made.append(trace | {"mode": "lines+markers"})
     return made
 
@@ -313,13 +317,13 @@ def _dispersion(runs: Sequence[RunData], n: int, measure: str, colour: dict[str,
         curve = analysis.dispersion_over_time(runs, m, n, measure)
         if len(curve.steps) and curve.mean.max() > 0:
             x, y = _thin(curve.steps, np.where(curve.mean > 0, curve.mean, np.nan))
-            made.append(_line(m, colour[m], x, y))
+            made.append(line(m, colour[m], x, y))
     return made
 
 
 def _ranks(runs: Sequence[RunData], n: int, measure: str, colour: dict[str, str]) -> list[Trace]:
     steps, ranks = analysis.ranks_over_time(runs, n, measure)
-    return [_line(m, colour[m], *_thin(steps, rank)) for m, rank in ranks.items()]
+    return [line(m, colour[m], *_thin(steps, rank)) for m, rank in ranks.items()]
 
 
 def _tensors(runs: Sequence[RunData], method: str, n: int) -> list[Trace]:

@@ -48,7 +48,7 @@ def shown(e: Estimate, more: int = 0) -> str:
     return f"{e.mean:.{places}f}" if math.isnan(e.low) else f"{e.mean:.{places}f} ± {e.half:.{places}f}"
 
 
-def _interval(e: Estimate) -> str:
+def interval(e: Estimate) -> str:
     places = digits(max(abs(e.low), abs(e.high)))
     return "one seed" if math.isnan(e.low) else f"95 % interval {e.low:+.{places}f} to {e.high:+.{places}f}, {e.seeds} seeds"
 
@@ -96,7 +96,7 @@ def _against(runs: Sequence[RunData], n: int, metric: str, higher: bool) -> list
             side = better if higher else worse
         elif e.below_zero():
             side = worse if higher else better
-        side.append(f"{method} ({e.mean:+.{digits(e.mean)}f}, {_interval(e)})")
+        side.append(f"{method} ({e.mean:+.{digits(e.mean)}f}, {interval(e)})")
     found = []
     if worse:
         found.append(f"Worse than {reference} at n={n}, seed by seed: {'; '.join(worse)}.")
@@ -140,7 +140,7 @@ def _correlations(runs: Sequence[RunData], n: int, metric: str, higher: bool) ->
             verdict = "one seed, no verdict"
         else:
             verdict = "supported" if supported else "not supported by these seeds"
-        numbers = f"Spearman's ρ = {rho.mean:+.2f} over {len(decentralized)} decentralized methods at n={n}, {_interval(rho)}"
+        numbers = f"Spearman's ρ = {rho.mean:+.2f} over {len(decentralized)} decentralized methods at n={n}, {interval(rho)}"
         found.append(f"“{claim[0].upper()}{claim[1:]}”: {verdict} ({numbers}).")
     return found
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from plotly.offline import get_plotlyjs
 
 from gossamer import graphs, picture
-from gossamer.dbench import analysis, partition
+from gossamer.dbench import analysis, partition, toll
 from gossamer.dbench.analysis import Final, RunData
+from gossamer.dbench.failures import NONE
 from gossamer.dbench.figures import figures
 from gossamer.dbench.findings import findings, shown
 from gossamer.dbench.spec import Spec
@@ -49,17 +50,21 @@ def page(store: Store, runs: Sequence[RunData]) -> str:
     metric = store.meta("metric")
     name, higher = metric["name"], metric["higher_is_better"]
     split = partition.kept(store)
-    drawn = [asdict(figure) for figure in figures(runs, name, higher, split)]
+    through = [toll.figure(runs, name, higher)] if toll.scenarios(runs) else []
+    every, runs = runs, toll.reference(runs)
+    drawn = [asdict(figure) for figure in (*through, *figures(runs, name, higher, split))]
+    said = findings(runs, spec, name, higher, split) + toll.sentences(every, spec, name, higher)
     left = sum(run.status not in FINISHED for run in store.runs())
     parts = {
         "TITLE": html.escape(f"DBench: {spec.name}"),
         "DESCRIPTION": html.escape(spec.description),
         "UNFINISHED": f"<p class='note'>{left} runs are not finished; this report shows the others.</p>" if left else "",
-        "TABLE": _table(runs, name, higher, _statistics(store, spec)),
-        "FINDINGS": "".join(f"<li>{html.escape(sentence)}</li>" for sentence in findings(runs, spec, name, higher, split)),
+        "TABLE": _table(runs, name, higher, _statistics(store, spec) + _which(every, runs)),
+        "FINDINGS": "".join(f"<li>{html.escape(sentence)}</li>" for sentence in said),
+        "FAILURES": toll.section(every, spec, name, higher),
         "ADA": _pictures(runs),
         "SPEC": html.escape(_spec(spec)),
-        "MACHINE": _machine(runs),
+        "MACHINE": _machine(every),
         # "</" would end the script element early, wherever it stood in a name.
         "DATA": json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("</", "<\\/"),
         "PLOTLY": get_plotlyjs(),
@@ -89,6 +94,15 @@ def _statistics(store: Store, spec: Spec) -> str:
         return ""
     how = "estimated anew on training data" if spec.task.batch_norm == "reestimate" else "the mean of the replicas'"
     return f" Its BatchNorm statistics are {how}."
+
+
+def _which(every: Sequence[RunData], runs: Sequence[RunData]) -> str:
+    """Which of the runs this is about, if there are such with failures."""
+    if not toll.scenarios(every):
+        return ""
+    name = runs[0].run.failures
+    which = "in which nobody fails" if name == NONE else f"with failures “{name}”"
+    return f" This table, and all below that does not speak of failures, is of the runs {which}."
 
 
 def _table(runs: Sequence[RunData], metric: str, higher: bool, more: str) -> str:

@@ -22,6 +22,7 @@ def results(store: Store) -> list[dict[str, Any]]:
             "method": run.method,
             "replicas": run.replicas,
             "seed": run.seed,
+            "failures": run.failures,
             "status": run.status,
             "metric": metric,
             "value": run.value,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import itertools
 import multiprocessing
 import os
 import queue
@@ -16,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,13 @@ from gossamer.apps import tasks
 from gossamer.dbench import clock, machine, partition
 from gossamer.dbench.cell import Book, backend_key, book, run_cell, trainer_for
 from gossamer.dbench.display import Display
+from gossamer.dbench.failures import NONE
 from gossamer.dbench.spec import Cell, Spec
 from gossamer.dbench.store import FILE, FINISHED, Run, Store
 from gossamer.errors import GossamerError
 from gossamer.exchange import Exchange
 from gossamer.optim import BlockOptimizer
+from gossamer.outages import Attendance
 from gossamer.plans import rows_of
 from gossamer.replicas import Replicas
 from gossamer.sampling import sampler
@@ -102,12 +105,14 @@ def _open(context: _Context, task: Task) -> tuple[Store, list[Run], list[Cell]]:
     if predicted is not None:
         store.set_meta(clock.KEY, predicted)
     runs = store.runs()
-    return store, runs, [Cell(r.method, r.replicas, r.seed) for r in runs if r.status not in FINISHED]
+    return store, runs, [r.cell for r in runs if r.status not in FINISHED]
 
 
 def _together(context: _Context, task: Task, exchange: Exchange, quiet: bool) -> Outcome:
     """Every cell in all processes at once. Rank 0 has the store and the display, and tells the others what comes next."""
     p = exchange.size
+    if any(name != NONE for name in context.spec.failures):
+        raise GossamerError("failures: workers can leave and come back in one process only; run this spec without torchrun")
     for n in context.spec.replicas:
         rows_of(0, n, p)  # says so if it does not divide
     with contextlib.ExitStack() as stack:
@@ -123,7 +128,7 @@ def _together(context: _Context, task: Task, exchange: Exchange, quiet: bool) ->
                 store, runs, pending = _open(context, task)
             except GossamerError as error:
                 failed = str(error)
-        failed, total, names = exchange.share([failed, len(runs), [[c.method, c.replicas, c.seed] for c in pending]])
+        failed, total, names = exchange.share([failed, len(runs), [list(astuple(c)) for c in pending]])
         if failed:
             raise GossamerError(failed)
         display = stack.enter_context(Display(total, total - len(names), quiet or store is None))
@@ -164,11 +169,14 @@ def _check(spec: Spec, task: Task, device: str) -> nn.Module:
     except (RuntimeError, AssertionError) as error:
         raise GossamerError(f"device {device!r} can't be used here: {str(error).splitlines()[0]}") from None
     one = Replicas(task.build, 1)
+    steps = {}
     for method in spec.methods:
         for n in spec.replicas:
             settings = spec.settings(Cell(method.name, n, spec.seeds[0]))
-            sampler(settings.partition, task.train, n, settings.batch, settings.seed)
+            steps[n] = sampler(settings.partition, task.train, n, settings.batch, settings.seed).steps_per_epoch
         BlockOptimizer(settings.optimizer, one)
+    for n, seed, failures in itertools.product(spec.replicas, spec.seeds, spec.failures):
+        Attendance(n, spec.outages(Cell(spec.methods[0].name, n, seed, failures)), steps[n])
     return one.template
 
 

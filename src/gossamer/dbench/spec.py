@@ -1,7 +1,8 @@
-"""A spec says what to compare: a task, and a grid of replicas × methods × seeds. TOML, checked by pydantic; no code in it."""
+"""A spec says what to compare: a task, and a grid of replicas × methods × seeds × failures. TOML, checked by pydantic; no code in it."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,13 @@ from gossamer.algorithms import algorithm
 from gossamer.apps import tasks
 from gossamer.backends import Backend
 from gossamer.batch_norm import BatchNorm
+from gossamer.dbench import failures as failing
+from gossamer.dbench.failures import NONE, EventPart, FailuresPart
 from gossamer.errors import GossamerError
 from gossamer.faults import explain
 from gossamer.learning_rates import Constant, InverseSqrt, LearningRate, Scaling, Shape, StepDecay, WarmupCosine
 from gossamer.optim import Recipe
+from gossamer.outages import Outage
 from gossamer.sampling import check_dirichlet
 from gossamer.schedules import schedule
 from gossamer.shelf import Shelf, parsed
@@ -148,9 +152,10 @@ class Cell:
     method: str
     replicas: int
     seed: int
+    failures: str = NONE
 
     def __str__(self) -> str:
-        return f"{self.method}, n={self.replicas}, seed {self.seed}"
+        return f"{self.method}, n={self.replicas}, seed {self.seed}" + (f", {self.failures}" if self.failures != NONE else "")
 
 
 class Spec(_Part):
@@ -167,6 +172,7 @@ class Spec(_Part):
     profile: ProfilePart = Field(default_factory=lambda: ProfilePart.model_validate({}))
     target: TargetPart | None = None
     clock: ClockPart | None = None
+    failures: dict[str, FailuresPart] = Field(default_factory=dict)
 
     @field_validator("methods", mode="before")
     @classmethod
@@ -220,16 +226,23 @@ class Spec(_Part):
             )
         for method in self.methods:
             algorithm(method.algorithm or self.algorithm)
+        failing.check(self.failures, self.replicas, self.seeds, self.task.epochs)
         return self
 
     # --- The grid --------------------------------------------------------------------------------------------------------
 
     def cells(self) -> list[Cell]:
         """Small ones first, so that something can be seen soon."""
-        return [Cell(m.name, n, s) for n in sorted(self.replicas) for s in self.seeds for m in self.methods]
+        axes = itertools.product(sorted(self.replicas), self.seeds, self.failures or (NONE,), self.methods)
+        return [Cell(m.name, n, seed, failures) for n, seed, failures, m in axes]
 
     def method(self, name: str) -> MethodPart:
         return next(method for method in self.methods if method.name == name)
+
+    def outages(self, cell: Cell) -> tuple[Outage, ...]:
+        """Who is away when: the same for all methods."""
+        part = self.failures.get(cell.failures)
+        return () if part is None else part.outages(cell.replicas, cell.seed, self.task.epochs)
 
     def check(self) -> None:
         """Everything about the grid that can be known before anything runs; all impossible cells are named."""
@@ -260,6 +273,7 @@ class Spec(_Part):
             backend=self.backend,
             profile_every=self.profile.every,
             batch_norm=self.task.batch_norm,
+            outages=self.outages(cell),
         )
 
     def _recipe(self, method: MethodPart, lr: float) -> Recipe:
@@ -314,6 +328,8 @@ _PARTS: dict[str, type[BaseModel]] = {
     "target": TargetPart,
     "clock": ClockPart,
     "methods": MethodPart,
+    "failures": FailuresPart,
+    "events": EventPart,
 }
 
 

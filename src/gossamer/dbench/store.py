@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from gossamer.dbench.failures import NONE
 from gossamer.dbench.spec import Cell, Spec, build, differences
 from gossamer.errors import GossamerError
 from gossamer.profile import Profile
@@ -25,14 +26,15 @@ from gossamer.trainer import EpochRecord
 
 FILE = "dbench.sqlite"
 _APPLICATION = 0x676F7373  # "goss", so that a foreign SQLite file is known as one
-_VERSION = 1
+_VERSION = 2
+_READABLE = (1, 2)  # 1 knew no failures
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE runs (
-    id INTEGER PRIMARY KEY, method TEXT NOT NULL, replicas INTEGER NOT NULL, seed INTEGER NOT NULL,
+    id INTEGER PRIMARY KEY, method TEXT NOT NULL, replicas INTEGER NOT NULL, seed INTEGER NOT NULL, failures TEXT NOT NULL,
     status TEXT NOT NULL, message TEXT, machine TEXT, backend TEXT, threads INTEGER, tensors TEXT, steps INTEGER,
     value REAL, value_mean REAL, value_worst REAL, value_train REAL, bytes INTEGER, seconds REAL, consensus_distance REAL,
-    UNIQUE (method, replicas, seed));
+    UNIQUE (method, replicas, seed, failures));
 CREATE TABLE epochs (
     run INTEGER NOT NULL, epoch INTEGER NOT NULL, step INTEGER NOT NULL, lr REAL, train_loss REAL, value REAL, graph TEXT,
     degree REAL, bytes INTEGER, consensus_distance REAL, seconds REAL, PRIMARY KEY (run, epoch));
@@ -52,7 +54,7 @@ class ProfileRow:
     epoch: int
     consensus_distance: float
     bytes: int
-    norms: np.ndarray  # float32 [replicas, tensors]
+    norms: np.ndarray  # float32 [replicas that took part, tensors]
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,11 @@ class Run:
     bytes: int | None
     seconds: float | None
     consensus_distance: float | None
+    failures: str = NONE
+
+    @property
+    def cell(self) -> Cell:
+        return Cell(self.method, self.replicas, self.seed, self.failures)
 
 
 class Store:
@@ -89,14 +96,14 @@ class Store:
         self.path = path
         with self._clear_errors():
             self._db = sqlite3.connect(path, timeout=60, isolation_level=None)
-            application, version = (
+            application, self._version = (
                 self._db.execute(f"PRAGMA {key}").fetchone()[0] for key in ("application_id", "user_version")
             )
             if application != _APPLICATION:
                 raise GossamerError(f"{path} is not a DBench store, but some other SQLite file")
-            if version != _VERSION:
+            if self._version not in _READABLE:
                 raise GossamerError(
-                    f"{path} has schema version {version}; this Gossamer reads version {_VERSION}: use the one that made it"
+                    f"{path} has schema version {self._version}; this Gossamer reads version {_VERSION}: use the one that made it"
                 )
             self._db.execute("PRAGMA synchronous = FULL")
 
@@ -122,8 +129,10 @@ class Store:
                 db.execute(f"PRAGMA application_id = {_APPLICATION}")
                 db.execute(f"PRAGMA user_version = {_VERSION}")
                 db.executemany("INSERT INTO meta VALUES (?, ?)", [(key, json.dumps(value)) for key, value in meta.items()])
-                cells = [(cell.method, cell.replicas, cell.seed) for cell in spec.cells()]
-                db.executemany("INSERT INTO runs (method, replicas, seed, status) VALUES (?, ?, ?, 'pending')", cells)
+                cells = [astuple(cell) for cell in spec.cells()]
+                db.executemany(
+                    "INSERT INTO runs (method, replicas, seed, failures, status) VALUES (?, ?, ?, ?, 'pending')", cells
+                )
                 db.close()
                 new.rename(path)
                 with contextlib.closing(sqlite3.connect(path)) as fresh:
@@ -172,6 +181,8 @@ class Store:
 
     def runs(self) -> list[Run]:
         columns = ", ".join(Run.__dataclass_fields__)
+        if self._version == 1:
+            columns = columns.replace("failures", f"'{NONE}'")
         rows = self._query(f"SELECT {columns} FROM runs ORDER BY id")
         named = [dict(zip(Run.__dataclass_fields__, row, strict=True)) for row in rows]
         return [Run(**(row | {"tensors": tuple(json.loads(row["tensors"] or "[]"))})) for row in named]
@@ -188,7 +199,7 @@ class Store:
             "SELECT step, epoch, consensus_distance, bytes, norms FROM profiles WHERE run = ? ORDER BY step", run.id
         )
         return [
-            ProfileRow(step, epoch, distance, received, _unpacked(blob, run.replicas))
+            ProfileRow(step, epoch, distance, received, _unpacked(blob, len(run.tensors)))
             for step, epoch, distance, received, blob in rows
         ]
 
@@ -201,9 +212,7 @@ class Store:
         ]
 
     def find(self, cell: Cell) -> Run:
-        return next(
-            run for run in self.runs() if (run.method, run.replicas, run.seed) == (cell.method, cell.replicas, cell.seed)
-        )
+        return next(run for run in self.runs() if run.cell == cell)
 
     # --- Writing ---------------------------------------------------------------------------------------------------------
 
@@ -253,8 +262,8 @@ def _packed(profile: Profile) -> bytes:
     return zlib.compress(profile.norms.numpy().astype("<f4").tobytes(), level=1)
 
 
-def _unpacked(blob: bytes, replicas: int) -> np.ndarray:
-    return np.frombuffer(zlib.decompress(blob), dtype="<f4").reshape(replicas, -1)
+def _unpacked(blob: bytes, tensors: int) -> np.ndarray:
+    return np.frombuffer(zlib.decompress(blob), dtype="<f4").reshape(-1, tensors)
 
 
 @contextlib.contextmanager
