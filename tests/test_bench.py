@@ -31,7 +31,7 @@ SPEC = """
 name = "small"
 replicas = [4, 8]
 methods = ["centralized", "ring", "ada"]
-seeds = [0, 1, 2]
+seeds = [0, 1]
 backend = "tape"
 
 [task]
@@ -82,7 +82,7 @@ def uninterrupted(spec_file, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "out"
     done = gossamer("bench", spec_file, "--out", out, "--jobs", 2)
     assert done.returncode == 0, done.stderr
-    assert f"18 of 18 runs are finished. The report: {out / 'report.html'}" in done.stdout
+    assert f"12 of 12 runs are finished. The report: {out / 'report.html'}" in done.stdout
     return out
 
 
@@ -95,7 +95,7 @@ def comparable(out):
 
 def test_results_have_the_documented_keys(uninterrupted):
     rows = comparable(uninterrupted)
-    assert len(rows) == 18
+    assert len(rows) == 12
     row = next(r for r in rows if (r["method"], r["replicas"], r["seed"]) == ("ada", 8, 1))
     assert row["status"] == "done"
     assert row["metric"] == "accuracy"
@@ -110,7 +110,7 @@ def test_results_have_the_documented_keys(uninterrupted):
     documented = (ROOT / "docs" / "results.md").read_text()
     assert all(f"`{key}`" in documented for key in [*row, "seconds"])
     lines = gossamer("results", uninterrupted, "--csv").stdout.splitlines()
-    assert len(lines) == 19
+    assert len(lines) == 13
     assert "dispersion_at_10_percent_gini" in lines[0]
 
 
@@ -142,7 +142,7 @@ def test_finished_runs_are_not_repeated_and_a_changed_spec_is_refused(spec_file,
     before = (out / FILE).read_bytes()
     again = gossamer("bench", spec_file, "--out", out)
     assert again.returncode == 0
-    assert "18 of 18 runs are already there" in again.stderr
+    assert "12 of 12 runs are already there" in again.stderr
     assert (out / FILE).read_bytes() == before
     other = tmp_path / "other.toml"
     other.write_text(SPEC.replace("lr = 0.3", "lr = 0.4"))
@@ -152,11 +152,11 @@ def test_finished_runs_are_not_repeated_and_a_changed_spec_is_refused(spec_file,
     assert "Traceback" not in refused.stderr
 
 
-def test_killed_ten_times_and_rerun_gives_the_same_results(spec_file, uninterrupted, tmp_path):
-    """Five kills in the middle of a write, five at random moments; then the command is given once more."""
+def test_killed_again_and_again_and_rerun_gives_the_same_results(spec_file, uninterrupted, tmp_path):
+    """Four kills in the middle of a write, three at random moments; then the command is given once more."""
     out, marker = tmp_path / "out", tmp_path / "marker"
     chance = random.Random(5)
-    for where, count in (("checkpoint", 2), ("commit", 3), ("checkpoint", 5), ("commit", 8), ("checkpoint", 4)):
+    for where, count in (("checkpoint", 2), ("commit", 3), ("checkpoint", 5), ("commit", 8)):
         driver = [sys.executable, "-m", "tests.bench_driver", spec_file, out, where, str(count), marker]
         process = subprocess.Popen(list(map(str, driver)), cwd=ROOT)
         deadline = time.monotonic() + 120
@@ -167,7 +167,7 @@ def test_killed_ten_times_and_rerun_gives_the_same_results(spec_file, uninterrup
         process.wait()
         marker.unlink()
     kills = 0
-    for _ in range(5):
+    for _ in range(3):
         command = [
             sys.executable,
             "-m",
@@ -182,12 +182,12 @@ def test_killed_ten_times_and_rerun_gives_the_same_results(spec_file, uninterrup
             "0",
         ]
         process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        process.stderr.readline()  # "k of 18 runs are already there", or the first finished run
+        process.stderr.readline()  # "k of 12 runs are already there", or the first finished run
         time.sleep(chance.uniform(0.0, 4.0))
         kills += process.poll() is None
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert kills >= 3
+    assert kills >= 2
     last = gossamer("bench", spec_file, "--out", out)
     assert last.returncode == 0, last.stderr
     assert comparable(out) == comparable(uninterrupted)
@@ -272,7 +272,7 @@ def test_a_second_bench_on_the_same_folder_is_refused_with_the_pid(spec_file, tm
     assert second.returncode == 2
     meanwhile = gossamer("results", out, "--json")  # the store can be read while the bench writes
     assert meanwhile.returncode == 0
-    assert len(json.loads(meanwhile.stdout)) == 18
+    assert len(json.loads(meanwhile.stdout)) == 12
     assert f"another gossamer bench (pid {first.pid}) is writing to" in second.stderr
     first.send_signal(signal.SIGKILL)
     first.wait()
@@ -325,7 +325,7 @@ def test_a_full_disk_is_named_and_finished_runs_are_kept(spec_file, uninterrupte
         (disk / "ballast").unlink()
         again = gossamer("bench", spec_file, "--out", out)
         assert again.returncode == 0, again.stderr
-        assert int(re.search(r"(\d+) of 18 runs are already there", again.stderr).group(1)) >= 1
+        assert int(re.search(r"(\d+) of 12 runs are already there", again.stderr).group(1)) >= 1
         assert comparable(out) == comparable(uninterrupted)
     finally:
         subprocess.run(["umount", "--lazy", disk], check=True)  # something may hold it for a moment still
@@ -340,7 +340,7 @@ def test_a_store_without_space_says_so(uninterrupted, tmp_path):
     )  # as if no page were left
     with pytest.raises(GossamerError, match="disk is full; finished runs are kept"):
         store.set_meta("filler", "x" * 10_000_000)
-    assert len([r for r in store.runs() if r.status == "done"]) == 18
+    assert len([r for r in store.runs() if r.status == "done"]) == 12
 
 
 def test_own_task_from_python(tmp_path):
@@ -464,9 +464,9 @@ def test_compare_tells_noise_from_difference(uninterrupted, tmp_path):
     shutil.copytree(uninterrupted, worse)
     db = sqlite3.connect(worse / FILE)
     db.execute("UPDATE runs SET value = value - 0.2 - seed / 1000.0 WHERE method = 'ring'")
-    db.execute("UPDATE runs SET value = value + 0.01 * (seed - 1) WHERE method = 'ada'")
+    db.execute("UPDATE runs SET value = value + 0.01 * (2 * seed - 1) WHERE method = 'ada'")
     db.commit()
-    db.execute("UPDATE runs SET status = 'diverged', value = NULL WHERE method = 'centralized' AND replicas = 4 AND seed = 2")
+    db.execute("UPDATE runs SET status = 'diverged', value = NULL WHERE method = 'centralized' AND replicas = 4 AND seed = 1")
     db.execute("UPDATE runs SET status = 'running' WHERE method = 'centralized' AND replicas = 8")
     db.commit()
     text = inside("compare", uninterrupted, worse).stdout

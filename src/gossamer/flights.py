@@ -113,7 +113,7 @@ class Flight:
         try:
             while mine() and not self.done.is_set() and (self.works or self.stages):
                 if not self.works:
-                    if self.lost and self.essential:
+                    if self.in_vain:
                         break
                     self.works.extend(self.stages.popleft()())
                     continue
@@ -135,6 +135,11 @@ class Flight:
             self.error = error
         if mine():
             self.land()
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether one is lost without whom all of it is worth nothing. Others may be lost too: of another group of the same Round."""
+        return not self.lost.isdisjoint(self.essential)
 
     def land(self) -> None:
         self.work = None
@@ -199,7 +204,7 @@ class Flight:
         """Stop waiting for those who are lost."""
         flight = self.waiter.current if self.waiter and self.waiter.current is not None else self  # perhaps one before us
         lost = guard.doubtful(flight.link) & flight.essential
-        if lost or (flight.lost and flight.essential):
+        if lost or flight.in_vain:
             if flight.done.wait(_GRACE):
                 return
             flight.lost |= lost

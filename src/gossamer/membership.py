@@ -71,6 +71,9 @@ class Membership:
         self._arrived: tuple[int, bytes] | None = None  # the state that I got, as a newcomer
         self._lost: dict[tuple[int, int], tuple[float, str]] = {}  # (epoch, ticket) -> when the connection broke, and why
         self._told: set[tuple[int, int]] = set()
+        # Of each epoch, who has lost somebody or was lost. Kept when the next epoch is agreed on: until it begins, who comes to a step later
+        # must give up the same transfers as who came to it before.
+        self._broken: dict[int, set[int]] = {}
         self._gone: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
         self._seen: dict[int, tuple[str, float]] = {}  # of each member its last heartbeat, and when it came
         self._beats, self._beaten = 0, 0.0
@@ -232,7 +235,7 @@ class Membership:
         roster = self._part.roster
         for epoch, members in self._members.items():
             lost = {q for q in members if q in roster.dead or (epoch, q) in self._lost}
-            doubt = lost | (roster.broken if epoch == roster.epoch else set())
+            doubt = lost | self._broken.get(epoch, set())
             gone, doubtful = (frozenset(k for k, q in enumerate(members) if q in some) for some in (lost, doubt))
             self._gone[epoch] = (gone, doubtful)
 
@@ -308,6 +311,8 @@ class Membership:
         with self._lock:
             for event in events:
                 self._part = self._part.heard(event)
+                if event.what == "lost":
+                    self._broken.setdefault(event.epoch, set()).update((event.who, event.peer))
                 proposal = self._part.roster.proposal
                 if proposal is not None and proposal.number not in self._donors:
                     roster = self._part.roster
@@ -346,7 +351,7 @@ class Membership:
     def _tell_losses(self, now: float) -> None:
         roster = self._part.roster
         for (epoch, q), (since, why) in list(self._lost.items()):
-            if epoch != roster.epoch or q in roster.dead:
+            if epoch not in (roster.epoch, self._part.epoch) or q in roster.dead:
                 continue
             if (epoch, q) not in self._told and not self._dead_by_now(q):
                 if self._append(Event("lost", self.ticket, epoch, peer=q, why=why)):
@@ -390,6 +395,7 @@ class Membership:
                 if number < self._part.epoch - 2:
                     del self._members[number]
                     self._gone.pop(number, None)
+                    self._broken.pop(number, None)
             due = [link for since, link in self._retired if now - since >= _KEPT]
             self._retired = [(since, link) for since, link in self._retired if now - since < _KEPT]
         for link in due:

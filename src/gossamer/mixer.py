@@ -184,7 +184,7 @@ class Mixer:
         state.flight.wait()
         if state.flight.dirty:
             self._buffers = {key: held for key, held in self._buffers.items() if key[0] != id(block)}
-        if state.flight.lost and state.flight.essential:
+        if state.flight.in_vain:
             return  # some of the mixed row is missing, so all of it is: the Round is the identity for me
         x = block.x[0]
         if state.result is not None and state.snapshot is not None:
