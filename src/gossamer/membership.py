@@ -71,8 +71,8 @@ class Membership:
         self._arrived: tuple[int, bytes] | None = None  # the state that I got, as a newcomer
         self._lost: dict[tuple[int, int], tuple[float, str]] = {}  # (epoch, ticket) -> when the connection broke, and why
         self._told: set[tuple[int, int]] = set()
-        # Of each epoch, who has lost somebody or was lost. Kept when the next epoch is agreed on: until it begins, who comes to a step later
-        # must give up the same transfers as who came to it before.
+        # Of each epoch, who has lost somebody or was lost. Kept when the next epoch is agreed on: until that begins, who comes to a
+        # step later must give up the same transfers as who came to it before.
         self._broken: dict[int, set[int]] = {}
         self._gone: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
         self._seen: dict[int, tuple[str, float]] = {}  # of each member its last heartbeat, and when it came
