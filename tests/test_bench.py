@@ -36,7 +36,7 @@ backend = "tape"
 
 [task]
 name = "digits/mlp"
-epochs = 6
+epochs = 4
 batch = 8
 
 [optimizer]
@@ -101,8 +101,8 @@ def test_results_have_the_documented_keys(uninterrupted):
     assert row["metric"] == "accuracy"
     assert 0.5 < row["value"] <= 1
     assert row["value_worst"] <= row["value_mean"]
-    assert row["steps"] == 22 * 6
-    assert row["bytes_per_replica"] == round(1.75 * 4 * (64 * 64 + 64 + 64 * 10 + 10)) * 132
+    assert row["steps"] == 22 * 4
+    assert row["bytes_per_replica"] == round(1.75 * 4 * (64 * 64 + 64 + 64 * 10 + 10)) * 88
     assert set(row["dispersion"]) == {"at_10_percent", "at_100_percent"}
     assert set(row["dispersion"]["at_10_percent"]) == {"gini", "iod", "cv", "qcd"}
     central = next(r for r in rows if r["method"] == "centralized")
@@ -117,9 +117,9 @@ def test_results_have_the_documented_keys(uninterrupted):
 def test_the_store_keeps_history_profiles_events_and_machine(uninterrupted):
     store = Store(uninterrupted / FILE)
     run = store.find(specs.Cell("ada", 8, 0))
-    assert [e.epoch for e in store.epochs(run.id)] == list(range(6))
+    assert [e.epoch for e in store.epochs(run.id)] == list(range(4))
     looks = store.profiles(run)
-    assert [p.step for p in looks] == list(range(0, 132, 5))
+    assert [p.step for p in looks] == list(range(0, 88, 5))
     assert looks[3].norms.shape == (8, 4)
     assert run.tensors == ("1.weight", "3.weight", "1.bias", "3.bias")
     assert store.changes(run.id)[0].graph == "complete"
@@ -153,10 +153,10 @@ def test_finished_runs_are_not_repeated_and_a_changed_spec_is_refused(spec_file,
 
 
 def test_killed_again_and_again_and_rerun_gives_the_same_results(spec_file, uninterrupted, tmp_path):
-    """Four kills in the middle of a write, three at random moments; then the command is given once more."""
+    """Three kills in the middle of a write, two at random moments; then the command is given once more."""
     out, marker = tmp_path / "out", tmp_path / "marker"
     chance = random.Random(5)
-    for where, count in (("checkpoint", 2), ("commit", 3), ("checkpoint", 5), ("commit", 8)):
+    for where, count in (("checkpoint", 2), ("commit", 3), ("checkpoint", 5)):
         driver = [sys.executable, "-m", "tests.bench_driver", spec_file, out, where, str(count), marker]
         process = subprocess.Popen(list(map(str, driver)), cwd=ROOT)
         deadline = time.monotonic() + 120
@@ -167,7 +167,7 @@ def test_killed_again_and_again_and_rerun_gives_the_same_results(spec_file, unin
         process.wait()
         marker.unlink()
     kills = 0
-    for _ in range(3):
+    for _ in range(2):
         command = [
             sys.executable,
             "-m",
@@ -187,7 +187,7 @@ def test_killed_again_and_again_and_rerun_gives_the_same_results(spec_file, unin
         kills += process.poll() is None
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert kills >= 2
+    assert kills >= 1
     last = gossamer("bench", spec_file, "--out", out)
     assert last.returncode == 0, last.stderr
     assert comparable(out) == comparable(uninterrupted)

@@ -19,7 +19,7 @@ def test_own_model(tmp_path):
     assert path == tmp_path / "report.html"
     assert path.exists()
     rows = json.loads(run("-m", "gossamer", "results", tmp_path, "--json"))
-    assert len(rows) == 24
+    assert len(rows) == 16
     assert all(row["status"] == "done" for row in rows)
     assert max(row["value"] for row in rows) > 0.8
     shown = (ROOT / "docs" / "own-model.md").read_text()

@@ -336,6 +336,11 @@ class Exchange:
         if self.guard is not None:
             self.guard.close("has finished" if orderly else "ended with an error")
 
+    def guarded(self, guard: Guard) -> None:
+        """From now on somebody watches over the members; told when the process ends."""
+        self.guard = guard
+        _open.add(self)
+
     def change(self, link: Link) -> None:
         """Another group, of the next epoch. Nothing is on its way."""
         self.link, self.living, self.collectives = link, tuple(range(link.size)), 0

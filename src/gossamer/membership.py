@@ -32,6 +32,7 @@ _BEAT = 1.0  # seconds between two heartbeats
 _LOOK, _BUSY = 0.1, 0.01  # seconds between two looks at the log; while a change is under way
 _DOUBT = 2.5  # seconds after which a lost peer that still beats is taken to live
 _PAUSE = 1.0  # seconds before a group that could not be built is tried again
+_HELPERS = 12.0  # seconds to wait for what is still being built when the process ends
 _KEPT = 30.0  # seconds that the connections of an old epoch are kept: others may be a few steps behind
 
 
@@ -80,6 +81,7 @@ class Membership:
         self._looked = self._ticked = time.monotonic()
         self._ends = 0
         self._lease = time.monotonic() + seat.evict_after
+        self._helpers: list[threading.Thread] = []
         self._thread = threading.Thread(target=self._run, name="gossamer-membership", daemon=True)
         self._thread.start()
 
@@ -130,7 +132,7 @@ class Membership:
             wanted, self._wanted = self._wanted, []
         pack = self._capture()
         for place, link in wanted:
-            threading.Thread(target=_send, args=(link, place, pack), name="gossamer-handover", daemon=True).start()
+            self._start_helper(_send, link, place, pack, name="gossamer-handover")
 
     def join(self, timeout: float, load: Callable[[bytes], object]) -> tuple[Change, Link]:
         """Take part, as new: returns when the others know the step from which on I do. ``load`` takes over the state that was sent."""
@@ -202,6 +204,14 @@ class Membership:
                 event = Event("dead", self.ticket, why=why)
                 while not self._log.append(event) and event not in self._log.news():
                     pass
+        # A thread that comes back from gloo when the interpreter has gone down aborts the process. Building ends by itself, in time.
+        for helper in self._helpers:
+            helper.join(_HELPERS)
+
+    def _start_helper(self, work: Callable[..., object], *args: object, name: str) -> None:
+        self._helpers = [thread for thread in self._helpers if thread.is_alive()]
+        self._helpers.append(threading.Thread(target=work, args=args, name=name, daemon=True))
+        self._helpers[-1].start()
 
     def _stop_thread(self) -> None:
         """With the lock held once."""
@@ -372,7 +382,7 @@ class Membership:
         proposal = part.roster.proposal
         if proposal is not None and self.ticket in proposal.members and self._building < proposal.number:
             self._building = proposal.number
-            threading.Thread(target=self._build, args=(part.roster,), name="gossamer-group", daemon=True).start()
+            self._start_helper(self._build, part.roster, name="gossamer-group")
         if proposal is not None and self._failed == proposal.number:
             self._append(Event("failed", self.ticket, proposal.number))
         duty = part.duty(self._built)

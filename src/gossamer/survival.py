@@ -51,7 +51,7 @@ class Survival:
         self._store = seat.connect()  # groups wait for each other on it
         first = exchange.link
         self._membership = Membership(seat, first.name, None if self.joining else first, self._open_group, self._copied)
-        exchange.guard = self._membership
+        exchange.guarded(self._membership)
 
     def _open_group(self, number: int, place: int, names: tuple[int, ...], abandoned: Callable[[], bool]) -> Link:
         link = Link(self._store, place, len(names), self._timeout, number, self.exchange.link.name, abandoned)
