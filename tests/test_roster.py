@@ -297,6 +297,7 @@ def test_broken_connections_between_the_living_are_made_anew():
     again = agreed(failed)
     assert again.members == FIVE.members
     assert not again.broken
+    assert again.doubtful(0) == {1, 3}  # some may still be in the old epoch
     assert again.proposal is None
 
 

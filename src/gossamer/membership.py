@@ -72,9 +72,6 @@ class Membership:
         self._arrived: tuple[int, bytes] | None = None  # the state that I got, as a newcomer
         self._lost: dict[tuple[int, int], tuple[float, str]] = {}  # (epoch, ticket) -> when the connection broke, and why
         self._told: set[tuple[int, int]] = set()
-        # Of each epoch, who has lost somebody or was lost. Kept when the next epoch is agreed on: until that begins, who comes to a
-        # step later must give up the same transfers as who came to it before.
-        self._broken: dict[int, set[int]] = {}
         self._gone: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
         self._seen: dict[int, tuple[str, float]] = {}  # of each member its last heartbeat, and when it came
         self._beats, self._beaten = 0, 0.0
@@ -245,7 +242,7 @@ class Membership:
         roster = self._part.roster
         for epoch, members in self._members.items():
             lost = {q for q in members if q in roster.dead or (epoch, q) in self._lost}
-            doubt = lost | self._broken.get(epoch, set())
+            doubt = lost | roster.doubtful(epoch)
             gone, doubtful = (frozenset(k for k, q in enumerate(members) if q in some) for some in (lost, doubt))
             self._gone[epoch] = (gone, doubtful)
 
@@ -321,8 +318,6 @@ class Membership:
         with self._lock:
             for event in events:
                 self._part = self._part.heard(event)
-                if event.what == "lost":
-                    self._broken.setdefault(event.epoch, set()).update((event.who, event.peer))
                 proposal = self._part.roster.proposal
                 if proposal is not None and proposal.number not in self._donors:
                     roster = self._part.roster
@@ -405,7 +400,6 @@ class Membership:
                 if number < self._part.epoch - 2:
                     del self._members[number]
                     self._gone.pop(number, None)
-                    self._broken.pop(number, None)
             due = [link for since, link in self._retired if now - since >= _KEPT]
             self._retired = [(since, link) for since, link in self._retired if now - since < _KEPT]
         for link in due:

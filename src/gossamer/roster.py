@@ -72,7 +72,9 @@ class Roster:
     proposal: Proposal | None = None
     dead: frozenset[int] = frozenset()
     asking: frozenset[int] = frozenset()  # want to join
-    broken: frozenset[int] = frozenset()  # lost somebody, or were lost, in this epoch
+    # (epoch, who): lost somebody in it, or were lost. Kept when the next is agreed on: until all are in that, who comes to a step later
+    # must give up the same transfers as who came to it before.
+    doubts: frozenset[tuple[int, int]] = frozenset()
     numbers: int = 0  # proposals so far
     renewing: bool = False  # though the members stay the same
     lead: int = LEAD
@@ -83,6 +85,14 @@ class Roster:
     @property
     def living(self) -> tuple[int, ...]:
         return tuple(q for q in self.members if q not in self.dead)
+
+    def doubtful(self, epoch: int) -> frozenset[int]:
+        return frozenset(q for e, q in self.doubts if e == epoch)
+
+    @property
+    def broken(self) -> frozenset[int]:
+        """In doubt in the epoch that was last agreed on."""
+        return self.doubtful(self.epoch)
 
     def donor(self, newcomer: int) -> int:
         """Who gives a newcomer its state: the next old member, in the order of the proposal. Several newcomers ask different ones."""
@@ -104,8 +114,8 @@ class Roster:
                 after = replace(self, ranks={**self.ranks, who: event.rank}, asking=self.asking | {who})
             case "dead" if who not in self.dead:
                 after = replace(self, dead=self.dead | {who}, asking=self.asking - {who}, why={**self.why, who: event.why})
-            case "lost" if event.epoch == self.epoch:
-                after = replace(self, broken=self.broken | {who, event.peer})
+            case "lost":
+                after = replace(self, doubts=self.doubts | {(event.epoch, who), (event.epoch, event.peer)})
             case "renew" if event.epoch == self.epoch and open_ is None:
                 after = replace(self, renewing=True)
             case "failed" if here:
@@ -131,7 +141,6 @@ class Roster:
                 start=begins,
                 proposal=None,
                 asking=self.asking - set(open_.members),
-                broken=frozenset(),
                 renewing=False,
                 joined=self.newcomers(),
                 left=tuple(q for q in self.members if q not in open_.members),
