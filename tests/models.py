@@ -72,3 +72,13 @@ def task(build=mlp, samples=640, name="toy"):
     y = torch.randint(0, 10, (samples + 200,), generator=generator)
     x = centres[y] + 0.7 * torch.randn(samples + 200, 8, 8, generator=generator)
     return Task(name, build, (x[:samples], y[:samples]), (x[samples:], y[samples:]))
+
+
+def stopped_and_loaded(make, stop, path):
+    """One trainer that was saved at step ``stop`` and has gone on to the end, and another that has loaded what was saved."""
+    first, second = make(), make()
+    first.run(until=stop)
+    first.save(path)
+    first.run()
+    second.load(path)
+    return first, second

@@ -29,7 +29,7 @@ from gossamer.outages import Attendance, Outage, donors
 from gossamer.replicas import Replicas
 from gossamer.sampling import sampler
 from gossamer.schedules import rebuilt, schedule
-from tests.models import Cnn, Dropout, mlp, task
+from tests.models import Cnn, Dropout, mlp, stopped_and_loaded, task
 from tests.test_report import browser, needs_browser, open_page, plotted  # noqa: F401  (a fixture)
 
 # With 8 workers and 10 steps an epoch: alone, two at once, one whose neighbour just came back, one for good, one from the start.
@@ -236,12 +236,7 @@ RESUME = [
 @pytest.mark.parametrize(("algorithm", "graph", "recipe", "build", "backend"), RESUME)
 def test_a_run_stopped_in_an_outage_goes_on_bit_for_bit(tmp_path, algorithm, graph, recipe, build, backend, stop):
     made = settings(algorithm=algorithm, optimizer=recipe, backend=backend, profile_every=3)
-    first = Trainer(task(build), made, graph)
-    first.run(until=stop)
-    first.save(tmp_path / "a.ckpt")
-    first.run()
-    second = Trainer(task(build), made, graph)
-    second.load(tmp_path / "a.ckpt")
+    first, second = stopped_and_loaded(lambda: Trainer(task(build), made, graph), stop, tmp_path / "a.ckpt")
     assert list(second.members) == living(MANY, 8, stop - 1, 10)
     second.run()
     assert second.members == first.members == (0, 1, 2, 3, 4, 6, 7)

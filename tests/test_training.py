@@ -27,7 +27,7 @@ from gossamer import (
 from gossamer.optim import BlockOptimizer
 from gossamer.replicas import Replicas
 from gossamer.sampling import Reshuffled
-from tests.models import Cnn, Dropout, Lstm, mlp, task
+from tests.models import Cnn, Dropout, Lstm, mlp, stopped_and_loaded, task
 
 
 def settings(**changes):
@@ -279,12 +279,7 @@ RESUME = [
 @pytest.mark.parametrize(("algorithm", "graph", "recipe", "build", "backend"), RESUME)
 def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, algorithm, graph, recipe, build, backend, stop):
     made = settings(algorithm=algorithm, optimizer=recipe, backend=backend, epochs=3, profile_every=3, replicas=8)
-    first = Trainer(task(build), made, graph)
-    first.run(until=stop)
-    first.save(tmp_path / "a.ckpt")
-    first.run()
-    second = Trainer(task(build), made, graph)
-    second.load(tmp_path / "a.ckpt")
+    first, second = stopped_and_loaded(lambda: Trainer(task(build), made, graph), stop, tmp_path / "a.ckpt")
     assert second.step == stop
     second.run()
     assert second.step == first.step == 30
