@@ -99,14 +99,21 @@ class Link:
         self._agreements = 0
         self._abandoned, self._ended = abandoned, ended
         self.closed = False
-        self._arrive()
+        self._meet("here", "did not arrive")
         self._group = self._open()
+        if abandoned is None:  # a mistake found right after this must not close connections that others still make
+            self._meet("open", "did not connect to the others")
 
     def _open(self) -> Any:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = _devices()
         options._timeout = timedelta(seconds=self.timeout if self._abandoned is None else _BUILD)
-        return dist.ProcessGroupGloo(dist.PrefixStore("gloo", self.store), self.rank, self.size, options)
+        try:
+            return dist.ProcessGroupGloo(dist.PrefixStore("gloo", self.store), self.rank, self.size, options)
+        except RuntimeError as error:
+            if self._abandoned is not None:
+                raise
+            raise GossamerError(f"rank {self.rank}: can't connect to the other {self.size - 1} workers: {error}") from None
 
     @property
     def streams(self) -> bool:
@@ -144,11 +151,11 @@ class Link:
 
     # --- Before anything is sent -----------------------------------------------------------------------------------------
 
-    def _arrive(self) -> None:
-        self.store.set(f"here/{self.rank}", "1")
-        everyone = [f"here/{q}" for q in range(self.size)]
+    def _meet(self, where: str, failed: str) -> None:
+        self.store.set(f"{where}/{self.rank}", "1")
+        everyone = [f"{where}/{q}" for q in range(self.size)]
         if self._abandoned is None:
-            self._wait(everyone, "did not arrive")
+            self._wait(everyone, failed)
             return
         while not self.store.check(everyone):
             if self._abandoned():
@@ -222,7 +229,7 @@ class Link:
 class Alone(Link):
     """Of one who has not joined yet."""
 
-    def _arrive(self) -> None:
+    def _meet(self, where: str, failed: str) -> None:
         pass
 
     def _open(self) -> Any:
