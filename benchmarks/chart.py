@@ -120,7 +120,7 @@ def lines(
     right_end = max(xs, default=1.0) or 1.0
     lowest, highest = (min(ys, default=1.0), max(ys, default=2.0)) if log else (min([0.0, *ys]), max(ys, default=1.0))
     low, high = scale(lowest), scale(highest)
-    low, high = (low - 0.04 * (high - low) if log or low < 0 else low), high + 0.04 * (high - low) + 1e-9
+    low, high = (low - 0.04 * (high - low) if log or low < 0 else low), high + (0.2 if marks else 0.04) * (high - low) + 1e-9
 
     def place(x: float, y: float) -> tuple[float, float]:
         return left + x / right_end * (width - left - right), bottom - (scale(y) - low) / (high - low) * (bottom - top)

@@ -31,5 +31,5 @@ def verdict(what: str, value: float, bar: float, at_most: bool = True) -> bool:
     """Print one bar and whether it was met."""
     met = value <= bar if at_most else value >= bar
     word = "at most" if at_most else "at least"
-    console.print(f"[{'green' if met else 'red'}]{'met ' if met else 'MISSED'}[/]  {what}: {value:.2f} ({word} {bar})")
+    console.print(f"[{'green' if met else 'red'}]{'met ' if met else 'MISSED'}[/]  {what}: {value:.3f} ({word} {bar})")
     return met
