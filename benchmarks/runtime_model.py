@@ -1,10 +1,10 @@
 """Does the runtime model predict what the lab measures? Calibrated on 4 hosts, it predicts the median step of each method at both rates.
 
-    python -m benchmarks.runtime_model                   # about 25 minutes; root, and a quiet machine
+    python -m benchmarks.runtime_model                   # about half an hour; root, and a quiet machine
     python -m benchmarks.runtime_model --only 1gbit-128 --turns 3
 
-Settings: 1 Gbit and 200 Mbit × batch 32 and 128 on the MLP of ``step_time.py``, whose workers do the measuring. Each rate is
-predicted twice: from a calibration at that rate, and from the one at the other rate with nothing but the bandwidth exchanged.
+Settings: 1 Gbit and 200 Mbit × batch 32 and 128 on the MLP of ``step_time.py``, whose workers do the measuring. This machine has
+slow minutes: both rates are calibrated before each setting, and of each value the median is taken. Each rate is predicted twice: from a calibration at that rate, and from the one at the other rate with nothing but the bandwidth exchanged.
 Bars: mean absolute error at most 12 %, none above 25 %, and the methods in the right order (two that are measured within 5 % of each
 other may change places).
 """
@@ -15,9 +15,12 @@ import argparse
 import itertools
 import json
 import os
+import statistics
 import sys
+import tomllib
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -71,8 +74,24 @@ def calibrate(rate: str, out: Path) -> Cluster:
         result = lab.run(command, timeout=300, echo=False)
     if result.exit_code:
         raise SystemExit("\n".join(result.outputs))
-    console.print(f"calibrated at {rate} in {result.seconds:.0f} s: {out}")
-    return clusters.load(out)
+    cluster = clusters.load(out)
+    assert cluster.inter is not None
+    console.print(f"calibrated at {rate} in {result.seconds:.0f} s: {cluster.inter.gbit:.3g} Gbit/s")
+    return cluster
+
+
+def merged(calibrations: list[Cluster]) -> Cluster:
+    """The median of each number."""
+
+    def median(values: list[Any]) -> Any:
+        first = values[0]
+        if isinstance(first, dict):
+            return {key: median([value[key] for value in values]) for key in first}
+        if isinstance(first, list):
+            return [median(list(parts)) for parts in zip(*values, strict=True)]
+        return statistics.median(values) if isinstance(first, float) else first
+
+    return clusters.build(median([tomllib.loads(clusters.dumps(cluster)) for cluster in calibrations]), "merged")
 
 
 def at_rate(cluster: Cluster, other: Cluster) -> Cluster:
@@ -139,21 +158,27 @@ def main() -> None:
     scratch.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict] = {}
     try:
-        calibrated = {rate: calibrate(rate, scratch / f"{rate}.toml") for rate in RATES}
+        calibrations: dict[str, list[Cluster]] = {rate: [] for rate in RATES}
+        measured = {}
         for name in wanted:
-            setting = SETTINGS[name]
-            rate = str(setting.rate)
+            for rate in RATES:
+                calibrations[rate].append(calibrate(rate, scratch / f"{rate}.toml"))
+            found = step_time.measure(SETTINGS[name], args.turns, args.steps, scratch, "benchmarks.runtime_model")
+            measured[name] = {label: found["methods"][label]["ms"] for label in ("none", *METHODS)}
+        calibrated = {rate: merged(made) for rate, made in calibrations.items()}
+        for name in wanted:
+            setting, rate = SETTINGS[name], str(SETTINGS[name].rate)
             other = calibrated[next(r for r in RATES if r != rate)]
-            found = step_time.measure(setting, args.turns, args.steps, scratch, "benchmarks.runtime_model")
             results[name] = {
                 "setting": asdict(setting),
-                "measured": {label: found["methods"][label]["ms"] for label in ("none", *METHODS)},
+                "measured": measured[name],
                 "predicted": predict(calibrated[rate], setting.batch),
                 "crossed": predict(at_rate(other, calibrated[rate]), setting.batch),
             }
         met = report(results)
         kept = {rate: clusters.dumps(cluster) for rate, cluster in calibrated.items()}
-        args.out.write_text(json.dumps({"clusters": kept, "results": results}, indent=1))
+        single = {rate: [clusters.dumps(cluster) for cluster in made] for rate, made in calibrations.items()}
+        args.out.write_text(json.dumps({"clusters": kept, "calibrations": single, "results": results}, indent=1))
     finally:
         for part in scratch.glob("*"):
             part.unlink()
