@@ -43,6 +43,7 @@ _COMPUTE = 8.0  # seconds for the steps of a workload, alone and while traffic f
 _WAITS = 1.3  # a step this much longer than its computing has waited for its row
 _BLOCK, _STREAM = 3, 2  # steps in a row; rows one after the other
 _MIN_TURNS, _MAX_TURNS = 3, 20
+_RING = (0.5, 1.5)  # what an all-reduce may take per byte, against rows
 
 
 @dataclass(frozen=True)
@@ -199,14 +200,14 @@ class Probe:
         return run
 
     def all_reduce(self, row: int, wire: float, latency: float) -> dict[str, float]:
-        """What a byte of an all-reduce takes: more than the wire (in ns), or less (as a factor). ``wire``: seconds per byte of the
-        slowest link, as rows find it."""
+        """What a byte of an all-reduce takes, as a factor of what it takes rows; and in ns what the wire can't explain, where it is so fast
+        that summing decides. ``wire``: seconds per byte of the slowest link, as rows find it."""
         self.say("all-reduce")
         size = max(1_000_000, min(self.most, row, int(_TRANSFER / (2 * wire))))
         data = torch.ones(size // 4)
         message = self.together(lambda: dist.all_reduce(data.fill_(1.0)), repeats=3, times=3) / (2 * (self.n - 1))
         byte = max(message - latency, 0.0) / (size / self.n)  # the reverse of ``network.Rings.sized``
-        return {"reduce": max(0.0, byte - wire) * 1e9, "ring": min(1.0, max(0.5, byte / wire))}
+        return {"reduce": max(0.0, byte - _RING[1] * wire) * 1e9, "ring": min(_RING[1], max(_RING[0], byte / wire))}
 
     # What communication costs the processor
 
@@ -258,8 +259,9 @@ class Probe:
             dist.barrier()
             for _ in range(_BLOCK):
                 flight, began = fly(), time.perf_counter()
-                _step(job)
+                _gradients(job)
                 flight.wait()
+                job.optimizer.step()
                 found.paces.append(time.perf_counter() - began)
 
         began = time.perf_counter()
@@ -274,7 +276,7 @@ class Probe:
 @dataclass(frozen=True)
 class Steps:
     """Seconds. ``alone``: forward, backward and update; ``beside``: forward and backward under a stream of rows, which had ``rates`` bytes
-    per second; ``paces``: whole steps with a row each."""
+    per second; ``paces``: whole steps with a row each, which is waited for before the update."""
 
     alone: list[tuple[float, float, float]]
     beside: list[float]
@@ -290,14 +292,19 @@ class Steps:
 
 
 def _step(job: Job) -> tuple[float, float, float]:
+    forward, backward = _gradients(job)
+    began = time.perf_counter()
+    job.optimizer.step()
+    return forward, backward, time.perf_counter() - began
+
+
+def _gradients(job: Job) -> tuple[float, float]:
     began = time.perf_counter()
     job.optimizer.zero_grad()
     loss = job.loss()
     forward = time.perf_counter()
     loss.backward()
-    backward = time.perf_counter()
-    job.optimizer.step()
-    return forward - began, backward - forward, time.perf_counter() - backward
+    return forward - began, time.perf_counter() - forward
 
 
 # --- All of it -----------------------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ class Costs(_Part):
 
     ``traffic``: by how much computing gets longer for each byte sent while it computes; ``drag``: by which share transfers take longer
     while it computes. ``reduce``: added to each byte of an all-reduce; ``ring``: what such a byte takes of the time that one of
-    a row does on the same wire, if less. ``combine``: mixing what has arrived into the parameters. ``apply``: the same for slices, between
+    a row does on the same wire. ``combine``: mixing what has arrived into the parameters. ``apply``: the same for slices, between
     and after their two stages. ``copy``: gradients into the buffers of an all-reduce and back, or parameters into a copy. ``narrow``:
     rounding to bfloat16 before it is sent; ``widen``: taking it in afterwards, instead of ``combine``. ``step_us``: microseconds that
     each averaging step takes in any case, for its own bookkeeping.
@@ -109,7 +109,7 @@ class Costs(_Part):
     traffic: float = Field(0.0, ge=0)
     drag: float = Field(0.0, ge=0)
     reduce: float = Field(0.0, ge=0)
-    ring: float = Field(1.0, ge=0.5, le=1)
+    ring: float = Field(1.0, ge=0.5, le=1.5)
     combine: float = Field(0.0, ge=0)
     apply: float = Field(0.0, ge=0)
     copy_: float = Field(0.0, ge=0, alias="copy")
