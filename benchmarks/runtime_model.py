@@ -6,8 +6,9 @@
 Settings: 1 Gbit and 200 Mbit × batch 32 and 128 on the MLP of ``step_time.py``, whose workers do the measuring. This machine has
 slow minutes: both rates are calibrated before each setting, and of each value the median is taken. Each rate is predicted twice: from
 the calibrations at that rate, and from those at the other rate with nothing but the bandwidth exchanged.
+What is compared is the median over windows of four steps (local steps average in every fourth).
 Bars: mean absolute error at most 12 %, none above 25 %, and the methods in the right order. Two may change places if the measurement does
-not tell them apart: medians within 5 % of each other, or one faster in some turns and the other in others.
+not tell them apart: medians within 5 % of each other, or neither is faster in three of four windows.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ BATCHES = (32, 128)
 SETTINGS = {
     f"{rate}-{batch}": Setting(f"{rate}-{batch}", 4, 4, rate, batch, ("none", *METHODS)) for rate in RATES for batch in BATCHES
 }
-_ALIKE = 1.05
+_ALIKE, _MOSTLY = 1.05, 0.75
 
 
 def _job(batch: int) -> tuple[nn.Module, object, torch.optim.Optimizer]:
@@ -113,8 +114,8 @@ def in_order(turns: dict[str, list[float]], predicted: dict[str, float]) -> list
     for a, b in itertools.combinations(METHODS, 2):
         first, second = statistics.median(turns[a]), statistics.median(turns[b])
         near = max(first, second) / min(first, second) <= _ALIKE
-        always = len({x < y for x, y in zip(turns[a], turns[b], strict=True)}) == 1
-        if not near and always and (first < second) != (predicted[a] < predicted[b]):
+        won = statistics.fmean(x < y for x, y in zip(turns[a], turns[b], strict=True))
+        if not near and max(won, 1 - won) >= _MOSTLY and (first < second) != (predicted[a] < predicted[b]):
             wrong.append(f"{a} / {b}")
     return wrong
 
@@ -167,7 +168,7 @@ def main() -> None:
             for rate in RATES:
                 calibrations[rate].append(calibrate(rate, scratch / f"{rate}.toml"))
             found = step_time.measure(SETTINGS[name], args.turns, args.steps, scratch, "benchmarks.runtime_model")
-            measured[name] = {label: found["methods"][label]["all_ms"] for label in ("none", *METHODS)}
+            measured[name] = {label: found["methods"][label]["windows_ms"] for label in ("none", *METHODS)}
         calibrated = {rate: merged(made) for rate, made in calibrations.items()}
         for name in wanted:
             setting, rate = SETTINGS[name], str(SETTINGS[name].rate)

@@ -11,6 +11,7 @@ compared is ratios within one run, never seconds.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -31,6 +32,7 @@ from benchmarks import chart
 from benchmarks.timing import console, verdict
 
 _WARM = 2  # steps of each turn that are not timed
+_WINDOW = 4  # steps that are timed together, beside whole turns: one that stalls does not spoil the others
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,7 @@ def work(setting: Setting, turns: int, steps: int, out: Path) -> None:
     delayed = (False, True) if setting.slow > 1 or setting.noise else (True,)
     times: dict[str, list[float]] = {method: [] for method in setting.methods}
     undelayed: dict[str, list[float]] = {method: [] for method in setting.methods}
+    windows: dict[str, list[float]] = {method: [] for method in setting.methods}
     traffic: dict[str, list[list[float]]] = {method: [] for method in setting.methods}
     for turn in range(turns + 1):
         runs = [(method, wait) for method in setting.methods for wait in delayed]
@@ -199,22 +202,27 @@ def work(setting: Setting, turns: int, steps: int, out: Path) -> None:
             # "none" goes first in the first turn, without delays, and tells how long computing takes.
             delays = [_delay(setting, rank, own, compute) if wait else 0.0 for _ in range(_WARM + steps)]
             dist.barrier()
-            began = 0.0
+            moments: list[float] = []
             before: tuple[int, float, float] = (0, 0.0, 0.0)
             for k, delay in enumerate(delays):
                 if k == _WARM:
-                    began = time.perf_counter()
+                    moments.append(time.perf_counter())
                     before = _traffic(contender)
                 contender.step(delay)
-            taken = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+                if moments:
+                    moments.append(time.perf_counter())
+            parts = [b - a for a, b in itertools.pairwise(moments[::_WINDOW])]
+            all_taken = torch.tensor([moments[-1] - moments[0], *parts], dtype=torch.float64)
             after = _traffic(contender)
-            dist.all_reduce(taken, dist.ReduceOp.MAX)  # the job is as fast as its last worker
+            dist.all_reduce(all_taken, dist.ReduceOp.MAX)  # the job is as fast as its last worker
+            taken = all_taken[0]
             if method == "none" and turn == 0 and not compute:
                 compute = float(taken) / steps
             if turn and not wait:
                 undelayed[method].append(float(taken) / steps * 1e3)
             elif turn:
                 times[method].append(float(taken) / steps * 1e3)
+                windows[method] += [float(part) / _WINDOW * 1e3 for part in all_taken[1:]]
                 traffic[method].append([(b - a) / steps for a, b in zip(before, after, strict=True)])
     dist.barrier()
     if rank == 0:
@@ -225,6 +233,7 @@ def work(setting: Setting, turns: int, steps: int, out: Path) -> None:
             methods[method] = {
                 "ms": statistics.median(times[method]),
                 "all_ms": times[method],
+                "windows_ms": windows[method],
                 "undelayed_ms": statistics.median(undelayed[method]) if undelayed[method] else None,
                 "sent_mb": sent / 1e6,
                 "exposed_ms": exposed * 1e3,
