@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -1044,6 +1045,30 @@ def profiles_hold_all_workers_norms_and_their_distance(world):
         assert all(p.norms.shape == (world.size, 4) for p in model.profiles)
         assert graph != "all-reduce" or model.profiles[1].consensus_distance < 1e-6
         assert "gini" in model.signals
+
+
+@case(3)
+def a_link_can_be_closed_when_some_have_closed_it_before(world):
+    link = links.open_link(torch.device("cpu"), timeout=TIMEOUT)
+    works = link.post([], [links.Message(2, 5, torch.empty(3))]) if world.rank == 0 else []
+    woken = threading.Event()
+
+    def wait():
+        with pytest.raises(RuntimeError):
+            link.wait(works[0][1])
+        woken.set()
+
+    if works:
+        threading.Thread(target=wait, daemon=True).start()
+    if world.rank == 1:
+        link.close()
+    dist.barrier()
+    assert not woken.is_set()  # rank 2 is there, and silent
+    dist.barrier()
+    if world.rank == 0:
+        link.close()
+        assert woken.wait(10)
+    dist.barrier()
 
 
 @case(4)

@@ -295,5 +295,5 @@ class Waiter:
                     work.wait(timedelta(milliseconds=1))  # expires, which closes all pairs and so wakes the thread
             self._thread.join(0.01)
         for thread in self._replaced:  # their links have been closed
-            thread.join(0.5)
+            thread.join(max(0.5, deadline - time.monotonic()))
         self._thread = None

@@ -142,10 +142,10 @@ class Link:
         work.wait(_FOREVER)
 
     def close(self) -> None:
-        """Close all connections; whoever waits on one of them gets an error. gloo does that when a wait of its own expires."""
+        """Close all connections; whoever waits on one of them gets an error. gloo does that when a wait of its own expires: on a
+        connection that is still there, so each is tried."""
         self.closed = True
-        peer = (self.rank + 1) % self.size
-        if peer != self.rank:
+        for peer in (q for q in range(self.size) if q != self.rank):
             with contextlib.suppress(RuntimeError):
                 self._group.recv([torch.empty(1)], peer, _NEVER).wait(timedelta(milliseconds=1))
 
