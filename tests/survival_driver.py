@@ -95,7 +95,8 @@ def check(model, record):
     step, other = row[:HALF], row[HALF:]
     off = float((step - model.steps).abs().max())
     spread = float(other.max() - other.min())
-    if off > 1e-6 or spread > 1e-9 * max(1.0, float(other.abs().max())):
+    # A row of another step is off by 1, a torn or half-mixed one by a part of it; the momentum of 1e-9 adds as much in each step.
+    if off > 1e-3 or spread > 1e-9 * max(1.0, float(other.abs().max())):
         record["wrong"].append([model.steps, off, spread])
 
 
