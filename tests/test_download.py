@@ -318,7 +318,7 @@ def test_get_then_load(site, home, small_wikitext, address):
     assert (home / "here" / "wikitext-2" / "wiki.train.tokens").exists()
 
 
-def test_ctrl_c_keeps_what_came(site, home, small_wikitext):
+def test_ctrl_c_keeps_what_came(site, home, small_wikitext, no_gc):
     url = site.url + "/mirror"
     part = home / "gossamer" / "wikitext2.download" / "wikitext-2-v1.zip.part"
     half = len(site.files["/mirror/wikitext-2-v1.zip"]) // 2

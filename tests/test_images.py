@@ -156,7 +156,7 @@ def test_a_worker_that_dies_is_replaced(folder):
         assert torch.equal(images.take(torch.arange(6))[0], expected)
 
 
-def test_ctrl_c_stops_a_take_and_leaves_the_processes_in_order(folder, train):
+def test_ctrl_c_stops_a_take_and_leaves_the_processes_in_order(folder, train, no_gc):
     """To the whole foreground group, as a terminal does it: the processes that decode must not be in it."""
     expected = train.take(torch.arange(6))[0]
     groups = {os.getpgid(w.pid) for w in [*_put_back(train)]}
