@@ -5,6 +5,7 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
