@@ -91,7 +91,8 @@ def merged(calibrations: list[Cluster]) -> Cluster:
             return {key: median([value[key] for value in values]) for key in first}
         if isinstance(first, list):
             return [median(list(parts)) for parts in zip(*values, strict=True)]
-        return statistics.median(values) if isinstance(first, float) else first
+        # What is the same everywhere stays as it is, and so does text. (A cost of 0 is written, and read, as an integer.)
+        return first if isinstance(first, str) or len(set(values)) == 1 else statistics.median(values)
 
     return clusters.build(median([tomllib.loads(clusters.dumps(cluster)) for cluster in calibrations]), "merged")
 
