@@ -252,15 +252,16 @@ def test_the_spread_is_that_of_the_slowest(sigma):
     assert _sigma(np.ones((4, 10))) == 0
 
 
-def test_calibrate_writes_a_cluster_that_can_be_planned(tmp_path):
+@pytest.mark.parametrize(("hosts", "per_host"), [(2, 1), (1, 3)])
+def test_calibrate_writes_a_cluster_that_can_be_planned(hosts, per_host, tmp_path):
     out = tmp_path / "c.toml"
     command = ["-m", "gossamer", "calibrate", "--out", out, "--task", "digits/mlp", "--megabytes", "1"]
-    first, second = workers.run_ok(2, command, {"LOCAL_WORLD_SIZE": "1"})
-    assert "between hosts" in first.out
-    assert second.out == ""
+    first, *others = workers.run_ok(hosts * per_host, command, {"LOCAL_WORLD_SIZE": str(per_host)})
+    assert ("between hosts" if hosts > 1 else "inside a host") in first.out
+    assert not any(other.out for other in others)
     cluster = clusters.load(out)
-    assert (cluster.hosts, cluster.per_host) == (2, 1)
-    assert cluster.inter.gbit > 0.01
+    assert (cluster.hosts, cluster.per_host) == (hosts, per_host)
+    assert (cluster.inter or cluster.intra).gbit > 0.01
     (work,) = cluster.workload
     assert work.forward_ms > 0
     assert sum(work.bytes) == 4 * (64 * 64 + 64 + 64 * 10 + 10)

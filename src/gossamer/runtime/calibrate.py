@@ -235,8 +235,10 @@ class Probe:
         """Of this process. Alone, under a stream of rows, and with one row of ``size`` bytes per step: the three take turns, some steps in
         a row of each, so that whatever else the machine does hits all alike."""
         out, into = torch.zeros(size // 4), torch.empty(size // 4)
-        # In turn to the next host and to the one after it, as one-peer graphs do: a connection that has rested for a step is slower.
-        offsets = itertools.cycle([self.per_host, 2 * self.per_host] if self.hosts > 2 else [self.per_host])
+        # In turn to the next host (or worker, if there is one host) and to the one after it, as one-peer graphs do: a connection that has
+        # rested for a step is slower.
+        one = self.per_host if self.hosts > 1 else 1
+        offsets = itertools.cycle([one, 2 * one] if self.n > 2 * one else [one])
         found = Steps([], [], [], [])
 
         def fly() -> Flight:
