@@ -127,11 +127,12 @@ class Job:
         self.said += self.process.stdout
 
     def living(self) -> dict[int, int]:
-        """Of each rank the process that trains, if one does."""
+        """Of each rank the process that trains, if one does. (One that was just killed may still be seen for a moment.)"""
         found = {}
+        gone = {str(pid) for _, _, pids in self.kills for pid in pids}
         for path in self.folder.glob("*.times"):
             rank, pid, _ = path.name.split(".")
-            if path.stat().st_size and os.path.exists(f"/proc/{pid}"):
+            if path.stat().st_size and pid not in gone and os.path.exists(f"/proc/{pid}"):
                 found[int(rank)] = int(pid)
         return found
 
