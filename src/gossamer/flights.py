@@ -107,34 +107,43 @@ class Flight:
         self.submitted = False
         self.counted = False
 
-    def run(self, mine: Callable[[], bool]) -> None:
-        """In the communication thread, as long as it is the one: see :meth:`Waiter.replace`."""
+    def run(self, lock: threading.Lock, mine: Callable[[], bool]) -> None:
+        """In the communication thread, as long as it is the one: see :meth:`Waiter.replace`. It only waits without the lock, and does
+        nothing more once another thread has taken its place."""
         guard = self.exchange.guard
-        try:
-            while mine() and not self.done.is_set() and (self.works or self.stages):
-                if not self.works:
-                    if self.in_vain:
-                        break
-                    self.works.extend(self.stages.popleft()())
-                    continue
-                peer, work = self.works.pop()  # the last one first: the others are there by then, one wake-up for all
-                if peer in self.lost:
-                    self.skipped.append((peer, work))
-                    continue
-                self.peer, self.work = peer, work
-                try:
-                    self.link.wait(work)
-                except RuntimeError as error:
-                    if guard is None:
-                        raise
-                    if mine():
-                        self.lost.add(peer)
-                        guard.lose(self.link, peer, first_line(error))
-        except Exception as error:
-            self.peer = getattr(error, "peer", self.peer)
-            self.error = error
-        if mine():
-            self.land()
+        while True:
+            work: tuple[int, Any] | None = None
+            with lock:
+                if not mine() or self.done.is_set():
+                    return
+                if not self.works and (self.in_vain or not self.stages):
+                    self.land()
+                    return
+                if self.works:
+                    work = self.works.pop()  # the last one first: the others are there by then, one wake-up for all
+                    if work[0] in self.lost:
+                        self.skipped.append(work)
+                        continue
+                    self.peer, self.work = work
+                else:
+                    stage = self.stages.popleft()
+            try:
+                if work is None:
+                    posted = stage()
+                    with lock:
+                        self.works.extend(posted)
+                else:
+                    self.link.wait(work[1])
+            except Exception as error:
+                with lock:
+                    if not mine():
+                        return
+                    if work is None or guard is None or not isinstance(error, RuntimeError):
+                        self.peer, self.error = getattr(error, "peer", self.peer), error
+                        self.land()
+                        return
+                    self.lost.add(work[0])
+                guard.lose(self.link, work[0], first_line(error))
 
     @property
     def in_vain(self) -> bool:
@@ -202,23 +211,30 @@ class Flight:
 
     def _give_up(self, guard: Guard) -> None:
         """Stop waiting for those who are lost."""
-        flight = self.waiter.current if self.waiter and self.waiter.current is not None else self  # perhaps one before us
+        waiter = self.waiter
+        if waiter is None:
+            return
+        flight = waiter.current or self  # perhaps one before us
         lost = guard.doubtful(flight.link) & flight.essential
-        if lost or flight.in_vain:
+        in_vain = bool(lost) or flight.in_vain
+        if in_vain:
             if flight.done.wait(_GRACE):
                 return
-            flight.lost |= lost
-            flight.dirty = True
-            flight.land()
         else:
             lost = guard.gone(flight.link)
             if flight.peer not in lost:
                 return
+        with waiter.lock:
+            stuck = waiter.current is flight
+            if flight.done.is_set() or not (in_vain or (stuck and flight.peer in lost)):
+                return  # it has woken up by itself meanwhile
             flight.lost |= lost
             flight.dirty = True
-        if flight.waiter is not None:
+            if in_vain:
+                flight.land()
             self.exchange.limbo.append(flight)
-            flight.waiter.replace()
+            if stuck:
+                waiter.replace()
 
     def failure(self, reason: str) -> GossamerError:
         self.exchange.failed = True
@@ -242,10 +258,14 @@ def _where(status: dict[str, Any]) -> str:
 
 
 class Waiter:
-    """A thread that waits for flights, in the order in which they were started, and posts their later stages."""
+    """A thread that waits for flights, in the order in which they were started, and posts their later stages.
+
+    ``lock``: which thread is the one, which flight it has, and what is left of that flight.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.lock = threading.Lock()
         self.current: Flight | None = None
         self._flights: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -262,7 +282,9 @@ class Waiter:
         self._thread.start()
 
     def replace(self) -> None:
-        """The thread waits for one that is lost and does not wake up: leave it to it, and go on with another."""
+        """With the lock held, and only while the thread has a flight: it waits for one that is lost and does not wake up. Leave it
+        to it, and go on with another. (A thread that waits for its next flight would take that, and do nothing with it.)"""
+        assert self.current is not None
         if self._thread is not None:
             self._replaced.append(self._thread)
         self._begin(self.current)
@@ -273,12 +295,17 @@ class Waiter:
         def mine() -> bool:
             return self._thread is me
 
-        while mine():
-            if flight is None and (flight := self._flights.get()) is None:
-                return
-            self.current = flight
-            flight.run(mine)
-            if mine():
+        while True:
+            if flight is None:
+                flight = self._flights.get()
+                if flight is None:
+                    return
+                with self.lock:
+                    self.current = flight
+            flight.run(self.lock, mine)
+            with self.lock:
+                if not mine():
+                    return
                 self.current = None
             flight = None  # and with it the tensors that it kept
 

@@ -1,0 +1,96 @@
+"""Flights whose peers are lost at any moment, also just when they are given up: with a network made of events, thousands of times."""
+
+import random
+import threading
+import time
+
+import pytest
+
+from gossamer import flights
+from gossamer.flights import Flight, Traffic, Waiter
+from gossamer.links import Tag
+
+
+class Row:
+    """What gloo gives to wait for."""
+
+    def __init__(self):
+        self.there, self.broken = threading.Event(), False
+
+    def come(self, broken=False):
+        self.broken = broken
+        self.there.set()
+
+
+class Network:
+    """The link, the guard and the exchange of worker 0."""
+
+    rank, names, timeout, blind = 0, range(3), 5.0, False
+
+    def __init__(self):
+        self.guard = self.link = self
+        self.lost, self.limbo, self.traffic, self.failed = frozenset(), [], Traffic(), False
+        self.waiter = Waiter("test")
+
+    def wait(self, row):
+        row.there.wait()
+        if row.broken:
+            raise RuntimeError("connection closed")
+
+    def gone(self, _):
+        return self.lost
+
+    doubtful = gone
+
+    def lose(self, *_):
+        pass
+
+    def expired(self):
+        return False
+
+    def say(self, _):
+        pass
+
+    def heard(self, _):
+        return {}
+
+    def submit(self, flight):
+        flight.submitted, flight.waiter = True, self.waiter
+        self.waiter.take(flight)
+
+
+@pytest.mark.parametrize("all_needed", [False, True], ids=["edges", "slices"])
+def test_a_peer_that_is_lost_at_any_moment_takes_nothing_else_with_it(all_needed, monkeypatch):
+    monkeypatch.setattr(flights, "_GUARDED", 0.0002)
+    monkeypatch.setattr(flights, "_GRACE", 0.0005)
+    rng, network = random.Random(1), Network()
+    for number in range(600):
+        rows = {1: Row(), 2: Row()}
+        flight = Flight(network, "step", Tag(0, False, number), frozenset({1, 2}) if all_needed else frozenset())
+        order = rng.sample(sorted(rows), 2)
+        flight.stages.append(lambda rows=rows, order=order: [(peer, rows[peer]) for peer in order])
+        network.lost = frozenset()
+        network.submit(flight)
+        dies = rng.random() < 0.7
+
+        pauses = [rng.uniform(0, 0.001) for _ in range(3)]
+
+        def happen(rows=rows, dies=dies, pauses=pauses):
+            time.sleep(pauses[0])
+            network.lost = frozenset({2}) if dies else frozenset()
+            time.sleep(pauses[1])
+            rows[2].come(broken=dies)
+            time.sleep(pauses[2])
+            rows[1].come()
+
+        world = threading.Thread(target=happen)
+        world.start()
+        flight.wait()
+        if 1 not in flight.lost and not flight.in_vain:
+            assert rows[1].there.is_set(), f"flight {number} has landed without the row of 1"
+        assert 1 not in flight.lost
+        assert dies or not flight.lost
+        assert dies == (2 in flight.lost)
+        world.join()
+    network.waiter.end()
+    assert not any(thread.is_alive() for thread in network.waiter._replaced)
