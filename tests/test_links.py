@@ -1,5 +1,15 @@
-"""The link for GPUs, as far as it can be tried without one: batched sends and receives, over gloo."""
+"""The link for GPUs, as far as it can be tried without one: batched sends and receives, over gloo. And links that are built anew."""
 
+import contextlib
+import threading
+import time
+from types import SimpleNamespace
+
+import torch.distributed as dist
+
+from gossamer import links
+from gossamer.seats import Seat
+from gossamer.survival import Survival
 from tests import workers
 
 CODE = """
@@ -34,3 +44,33 @@ print("done")
 def test_batched_sends_and_receives_mix_as_the_matrix_says():
     for worker in workers.run_ok(4, ["-c", CODE], timeout=60):
         assert "done" in worker.out
+
+
+def test_a_group_that_waits_for_one_who_died_does_not_hold_the_next(monkeypatch):
+    """It came to where all meet, and died before it could be connected to: gloo waits for it, whatever anybody knows."""
+    monkeypatch.setattr(links, "_BUILD", 6.0)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    survivals = []
+    for rank in (0, 1):
+        survival = object.__new__(Survival)
+        survival.seat, survival._timeout = Seat("127.0.0.1", store.port, rank, rank, 2, 10.0), 20.0
+        survival.exchange = SimpleNamespace(link=SimpleNamespace(name="job"))
+        survivals.append(survival)
+    dist.PrefixStore("job/1", store).set("here/1", "1")
+    made = {}
+
+    def build(rank, number):
+        with contextlib.suppress(RuntimeError):
+            made[rank, number] = survivals[rank]._open_group(number, rank, (0, 1), lambda: False)
+
+    threads = []
+    for rank, number in ((0, 1), (0, 2), (1, 2)):
+        threads.append(threading.Thread(target=build, args=(rank, number)))
+        threads[-1].start()
+        time.sleep(0.5)  # the first is in gloo by now
+    for thread in threads[1:]:
+        thread.join(3)
+    assert threads[0].is_alive()
+    assert set(made) == {(0, 2), (1, 2)}
+    threads[0].join(20)
+    assert set(made) == {(0, 2), (1, 2)}

@@ -48,13 +48,14 @@ class Survival:
         self.on_change: Callable[[Change], object] | None = None
         self._capture, self._restore, self._signature = capture, restore, signature
         self._timeout = exchange.link.timeout
-        self._store = seat.connect()  # groups wait for each other on it
         first = exchange.link
         self._membership = Membership(seat, first.name, None if self.joining else first, self._open_group, self._copied)
         exchange.guarded(self._membership)
 
     def _open_group(self, number: int, place: int, names: tuple[int, ...], abandoned: Callable[[], bool]) -> Link:
-        link = Link(self._store, place, len(names), self._timeout, number, self.exchange.link.name, abandoned)
+        # On a connection of its own: gloo waits on it for those who have to come, up to 10 s, and nothing else gets through meanwhile.
+        # If one of them dies, the next group must not wait for that.
+        link = Link(self.seat.connect(), place, len(names), self._timeout, number, self.exchange.link.name, abandoned)
         link.names = names
         return link
 
