@@ -1,4 +1,4 @@
-"""Flights whose peers are lost at any moment, also just when they are given up: with a network made of events, thousands of times."""
+"""Flights whose peers are lost at any moment, also just when they are given up: with a network made of events, hundreds of times."""
 
 import random
 import threading
@@ -72,7 +72,6 @@ def test_a_peer_that_is_lost_at_any_moment_takes_nothing_else_with_it(all_needed
         network.lost = frozenset()
         network.submit(flight)
         dies = rng.random() < 0.7
-
         pauses = [rng.uniform(0, 0.001) for _ in range(3)]
 
         def happen(rows=rows, dies=dies, pauses=pauses):
