@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gossamer.roster import Event, Part, Roster, decode, encode
@@ -90,6 +90,7 @@ def settled(world):
 
 def bearing(part, built):
     """All that matters for what it does next."""
+    assert not (part.quiet and part.held(part.step + 1)), "a step that must not begin would begin unasked"
     proposal = part.roster.proposal
     number = proposal.number if proposal else None
     return (
@@ -147,6 +148,9 @@ def successors(world):
                 yield f"{q} is in", with_worker(world, q, part=part.begun(part.roster.start))
         elif part.step < world.last and finished(world, q) and not part.held(part.step + 1):
             begun = part.begun(part.step + 1)
+            assert not part.quiet or begun == replace(part, step=part.step + 1), (
+                "a step that begins unasked changes more than its number"
+            )
             assert begun.epoch == part.epoch or begun.epoch <= worker.built, "no group to change to"
             yield f"{q} begins {begun.step}", with_worker(world, q, part=begun)
     yield from surroundings(world)
@@ -319,6 +323,7 @@ def test_without_anybody_who_knows_something_nobody_can_join():
         max_size=60,
     )
 )
+@example([("dead", 5, 0, 0), ("join", 5, 0, 0)])
 def test_whatever_comes_the_dead_are_not_in_a_proposal_and_steps_only_grow(entries):
     roster = FIVE
     for what, who, epoch, step in entries:

@@ -19,6 +19,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from gossamer import handover
 from gossamer.ballots import Ballots
@@ -55,7 +56,8 @@ class Membership:
         self._log = Log(self._store, f"{name}/log")
         self._ballots = Ballots(self._store, f"{name}/ballots")
         everyone = {q: q for q in range(seat.size)}
-        self._part = Part(self.ticket, Roster(everyone, tuple(everyone)), epoch=-1 if link is None else 0)
+        self._step = 0  # the last that the loop began, or is held from
+        self._set(Part(self.ticket, Roster(everyone, tuple(everyone)), epoch=-1 if link is None else 0))
         self._members = {0: tuple(everyone)}  # of the epochs whose links are open, the tickets in the order of the link
         self._links: dict[int, Link] = {} if link is None else {0: link}
         self._retired: list[tuple[float, Link]] = []
@@ -88,21 +90,34 @@ class Membership:
     def evicted(self) -> bool:
         return self._part.evicted
 
+    def quiet(self, step: int) -> bool:
+        """Whether the step may begin, and nothing has to be done for it: so it is in nearly every step, without the lock."""
+        self._step = step  # before the look: whoever says that something is under way looks at the step after that
+        return self._quiet and not self._wanted
+
     def before(self, step: int, timeout: float) -> tuple[Change, Link] | None:
-        """To be called before a step begins. Returns the change that happens now, if one does."""
+        """To be called before a step begins that is not :meth:`quiet`. Returns the change that happens now, if one does."""
         if self._wanted:
             self._hand_out()
         with self._lock:
-            deadline = time.monotonic() + timeout
-            while self._part.held(step) and not self.evicted and self.store_gone is None:
-                if not self._lock.wait(1.0) and time.monotonic() > deadline:
-                    missing = self._missing()
-                    raise GossamerError(f"rank {self.seat.rank} at step {step}: {missing} within {timeout:g} s")
-            part = self._part
-            if self.evicted:
+            part = self._settled(step, timeout)
+            if part.evicted:
                 return None
-            self._part = part.begun(step)
+            self._set(part.begun(step))
             return self._change(step) if part.due(step) else None
+
+    def _set(self, part: Part) -> None:
+        """With the lock held."""
+        self._part = part
+        self._quiet = part.quiet
+
+    def _settled(self, step: int, timeout: float) -> Part:
+        """With the lock held, which is given back meanwhile: waits until the step may begin."""
+        deadline = time.monotonic() + timeout
+        while self._part.held(step) and not self.evicted and self.store_gone is None:
+            if not self._lock.wait(1.0) and time.monotonic() > deadline:
+                raise GossamerError(f"rank {self.seat.rank} at step {step}: {self._missing()} within {timeout:g} s")
+        return self._part
 
     def _missing(self) -> str:
         proposal, roster = self._part.roster.proposal, self._part.roster
@@ -158,7 +173,8 @@ class Membership:
                     self._wake.set()
                 self._lock.wait(0.1)
             start = self._part.roster.start
-            self._part = self._part.begun(start)
+            self._step = start
+            self._set(self._part.begun(start))
             return self._change(start, rejoined=True)
 
     def rejoin(self) -> None:
@@ -172,7 +188,8 @@ class Membership:
                 self._retired.append((time.monotonic(), link))
             self._links, self._built, self._building, self._arrived = {}, -1, -1, None
             self._wanted, self._lost, self._beaten = [], {}, 0.0
-            self._part = Part(self.ticket, self._part.roster, epoch=-1, step=-1)
+            self._step = -1
+            self._set(Part(self.ticket, self._part.roster, epoch=-1, step=-1))
             self._ended = False
             self._seen = {}
             self._thread = threading.Thread(target=self._run, name="gossamer-membership", daemon=True)
@@ -297,7 +314,7 @@ class Membership:
             self._append(Event("join", self.ticket, rank=self.seat.rank))
         if now - self._beaten >= _BEAT:
             self._beats, self._beaten = self._beats + 1, now
-            self._store.set(self._beat_key(self.ticket), f"{self._beats} {self._part.step}")
+            self._store.set(self._beat_key(self.ticket), f"{self._beats} {self._step}")
             self._read_log()
             if not self.evicted:
                 self._lease = now + self.seat.evict_after
@@ -317,7 +334,7 @@ class Membership:
             return
         with self._lock:
             for event in events:
-                self._part = self._part.heard(event)
+                self._set(self._part.heard(event))
                 proposal = self._part.roster.proposal
                 if proposal is not None and proposal.number not in self._donors:
                     roster = self._part.roster
@@ -383,8 +400,8 @@ class Membership:
         duty = part.duty(self._built)
         if duty is not None and duty.what == "at":
             with self._lock:  # the loop may have begun another step since
-                duty = duty._replace(step=self._part.step)
-                self._part = self._part.promise(duty)
+                duty = duty._replace(step=self._step)
+                self._set(replace(self._part, step=self._step).promise(duty))
         if duty is not None:
             self._append(duty)
         self._retire(now)

@@ -271,8 +271,8 @@ class DecentralizedDataParallel(Wrapper):
         self._begun = True
         if self._stretch is not None:
             self._stretch.before(self.steps)
-        if self._survival is not None:
-            self.steps = self._survival.before(self.steps)
+        if self._survival is not None and (step := self._survival.before(self.steps)) != self.steps:
+            self.steps = step  # only then: setting an attribute of a module is slow
         return True
 
     def _start(self) -> None:

@@ -110,7 +110,7 @@ class Roster:
         who, open_ = event.who, self.proposal
         here = open_ is not None and open_.number == event.epoch
         match event.what:
-            case "join" if who not in self.ranks:
+            case "join" if who not in self.ranks and who not in self.dead:
                 after = replace(self, ranks={**self.ranks, who: event.rank}, asking=self.asking | {who})
             case "dead" if who not in self.dead:
                 after = replace(self, dead=self.dead | {who}, asking=self.asking - {who}, why={**self.why, who: event.why})
@@ -205,6 +205,11 @@ class Part:
 
     def begun(self, step: int) -> Part:
         return replace(self, step=step, epoch=self.roster.epoch if self.due(step) else self.epoch)
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing is under way: any step may begin, and nothing changes with it."""
+        return self.roster.proposal is None and self.epoch == self.roster.epoch and not self.evicted
 
 
 @dataclass(frozen=True)
