@@ -190,7 +190,7 @@ _ORDER = {"none": 0, "ddp": 1, "other": 2}
 def _kind(method: str) -> str:
     if method == "none":
         return "none"
-    return "ddp" if method.startswith("ddp") else "other" if method.startswith("decent-dp") else "ours"
+    return "ddp" if method.startswith("ddp") else "other" if method.startswith(("decent-dp", "plain")) else "ours"
 
 
 def _describe(setting: Mapping[str, Any]) -> str:

@@ -355,15 +355,14 @@ def main() -> None:
         for name in wanted:
             results[name] = measure(by_name[name], args.turns, args.steps, scratch)
             show(results[name])
+            args.out.write_text(json.dumps(results, indent=1))  # after each: half an hour is long
+            args.out.with_suffix(".svg").write_text(chart.step_time(results))
     finally:
         for part in scratch.glob("*"):
             part.unlink()
         scratch.rmdir()
     console.print()
-    met = bars(results)
-    args.out.write_text(json.dumps(results, indent=1))
-    args.out.with_suffix(".svg").write_text(chart.step_time(results))
-    sys.exit(not met)
+    sys.exit(not bars(results))
 
 
 if __name__ == "__main__":
