@@ -265,24 +265,23 @@ def overhead(out: Path, turns: int) -> None:
         model = gossamer.DecentralizedDataParallel(nn.Sequential(*layers, nn.Linear(sizes[-1], 10)), "one-peer-exponential")
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
         model.gossip(optimizer)
-        switches = _Switch(model)
+        switch = _Switch(model)
         x, y = torch.randn(batch, sizes[0]), torch.randint(0, 10, (batch,))
         times: dict[bool, list[float]] = {True: [], False: []}
         order = random.Random(1)
         began_all, spent_all = time.perf_counter(), _thread_seconds()
         for turn in range(-10, pairs):  # the first ones warm up
             for on in order.sample([True, False], 2):
-                switches.turn(on)
+                switch.turn(on)
                 began = time.perf_counter()
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
                 if turn >= 0:
                     times[on].append((time.perf_counter() - began) * 1e3)
-        switches.turn(True)
+        switch.turn(True)
         share = (_thread_seconds() - spent_all) / (time.perf_counter() - began_all)
         found[what] = {"on": times[True], "off": times[False], "thread": share}
-        del model, optimizer
     if rank == 0:
         out.write_text(json.dumps(found))
     dist.barrier()

@@ -268,8 +268,7 @@ class Exchange:
             self._on_stream(flight, outgoing, incoming, then)
             return flight
         if self.guard is not None:
-            if gone := self.guard.gone(flight.link):
-                flight.lost |= gone
+            flight.lost |= self.guard.gone(flight.link)
             doubtful = self.guard.doubtful(flight.link) & flight.essential if flight.essential else ()
             if doubtful:  # in vain, and they know it as well
                 flight.lost |= doubtful
@@ -293,10 +292,9 @@ class Exchange:
     def _post(self, flight: Flight, outgoing: list[Message], incoming: list[Message]) -> Works:
         if self.guard is None:
             return flight.link.post(outgoing, incoming)
-        lost = flight.lost
-        before = lost.copy() if lost else ()
-        works = flight.link.post(outgoing, incoming, lost)
-        for peer in lost.difference(before) if lost else ():
+        before = set(flight.lost)
+        works = flight.link.post(outgoing, incoming, flight.lost)
+        for peer in flight.lost - before:
             self.guard.lose(flight.link, peer, "the connection is closed")
         return works
 

@@ -19,7 +19,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from gossamer import handover
 from gossamer.ballots import Ballots
@@ -90,18 +89,21 @@ class Membership:
     def evicted(self) -> bool:
         return self._part.evicted
 
-    def quiet(self, step: int) -> bool:
-        """Whether the step may begin, and nothing has to be done for it: so it is in nearly every step, without the lock."""
-        self._step = step  # before the look: whoever says that something is under way looks at the step after that
-        return self._quiet and not self._wanted
-
     def before(self, step: int, timeout: float) -> tuple[Change, Link] | None:
-        """To be called before a step begins that is not :meth:`quiet`. Returns the change that happens now, if one does."""
+        """To be called before a step begins. Returns the change that happens now, if one does."""
+        self._step = step  # before the look: whoever says that something is under way looks at the step after that
         if self._wanted:
             self._hand_out()
+        if self._quiet:  # in nearly every step: no lock
+            return None
         with self._lock:
-            part = self._settled(step, timeout)
-            if part.evicted:
+            deadline = time.monotonic() + timeout
+            while self._part.held(step) and not self.evicted and self.store_gone is None:
+                if not self._lock.wait(1.0) and time.monotonic() > deadline:
+                    missing = self._missing()
+                    raise GossamerError(f"rank {self.seat.rank} at step {step}: {missing} within {timeout:g} s")
+            part = self._part
+            if self.evicted:
                 return None
             self._set(part.begun(step))
             return self._change(step) if part.due(step) else None
@@ -110,14 +112,6 @@ class Membership:
         """With the lock held."""
         self._part = part
         self._quiet = part.quiet
-
-    def _settled(self, step: int, timeout: float) -> Part:
-        """With the lock held, which is given back meanwhile: waits until the step may begin."""
-        deadline = time.monotonic() + timeout
-        while self._part.held(step) and not self.evicted and self.store_gone is None:
-            if not self._lock.wait(1.0) and time.monotonic() > deadline:
-                raise GossamerError(f"rank {self.seat.rank} at step {step}: {self._missing()} within {timeout:g} s")
-        return self._part
 
     def _missing(self) -> str:
         proposal, roster = self._part.roster.proposal, self._part.roster
@@ -401,7 +395,7 @@ class Membership:
         if duty is not None and duty.what == "at":
             with self._lock:  # the loop may have begun another step since
                 duty = duty._replace(step=self._step)
-                self._set(replace(self._part, step=self._step).promise(duty))
+                self._set(self._part.promise(duty))
         if duty is not None:
             self._append(duty)
         self._retire(now)

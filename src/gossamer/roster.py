@@ -191,7 +191,7 @@ class Part:
 
     def promise(self, event: Event) -> Part:
         """Before ``at`` goes into the log."""
-        return replace(self, promised=(event.epoch, event.step + self.roster.lead))
+        return replace(self, step=event.step, promised=(event.epoch, event.step + self.roster.lead))
 
     def held(self, step: int) -> bool:
         """Whether the step must not begin before the proposal is settled."""

@@ -67,8 +67,6 @@ class Survival:
         """Before a step begins. Returns its number, which is another one for a worker that has just come."""
         membership = self._membership
         if not self.joining:
-            if membership.quiet(step):
-                return step
             changed = membership.before(step, self._timeout)
             if changed is not None:
                 self._take_part(*changed)
