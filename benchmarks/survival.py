@@ -249,41 +249,41 @@ def look(folder: Path, job: Job) -> dict[str, Any]:
 # --- With nothing failing --------------------------------------------------------------------------------------------------
 
 
-def overhead(out: Path, turns: int) -> None:
+MODELS = {  # sizes of the layers, batch, pairs of steps
+    "118 thousand parameters": ((784, 128, 128), 32, 40_000),
+    "6.3 million parameters": ((1024, 2048, 2048), 128, 1_500),
+}
+
+
+def overhead(out: Path, what: str, share: float) -> None:
     """In each worker: the same model with and without survival, step by step in turns. The very same one: of two models the one that was
     made first is slower by its place in memory alone, by as much as what is to be measured."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    found = {}
-    for what, sizes, batch, pairs in (
-        ("118 thousand parameters", (784, 128, 128), 32, 100 * turns),
-        ("6.3 million parameters", (1024, 2048, 2048), 128, turns),
-    ):
-        torch.manual_seed(0)
-        layers = [part for a, b in itertools.pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
-        model = gossamer.DecentralizedDataParallel(nn.Sequential(*layers, nn.Linear(sizes[-1], 10)), "one-peer-exponential")
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-        model.gossip(optimizer)
-        switch = _Switch(model)
-        x, y = torch.randn(batch, sizes[0]), torch.randint(0, 10, (batch,))
-        times: dict[bool, list[float]] = {True: [], False: []}
-        order = random.Random(1)
-        began_all, spent_all = time.perf_counter(), _thread_seconds()
-        for turn in range(-10, pairs):  # the first ones warm up
-            for on in order.sample([True, False], 2):
-                switch.turn(on)
-                began = time.perf_counter()
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                if turn >= 0:
-                    times[on].append((time.perf_counter() - began) * 1e3)
-        switch.turn(True)
-        share = (_thread_seconds() - spent_all) / (time.perf_counter() - began_all)
-        found[what] = {"on": times[True], "off": times[False], "thread": share}
-    if rank == 0:
-        out.write_text(json.dumps(found))
+    sizes, batch, pairs = MODELS[what]
+    torch.manual_seed(0)
+    layers = [part for a, b in itertools.pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
+    model = gossamer.DecentralizedDataParallel(nn.Sequential(*layers, nn.Linear(sizes[-1], 10)), "one-peer-exponential")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    model.gossip(optimizer)
+    switch = _Switch(model)
+    x, y = torch.randn(batch, sizes[0]), torch.randint(0, 10, (batch,))
+    times: dict[bool, list[float]] = {True: [], False: []}
+    order = random.Random(1)
+    began_all, spent_all = time.perf_counter(), _thread_seconds()
+    for turn in range(-10, round(share * pairs)):  # the first ones warm up
+        for on in order.sample([True, False], 2):
+            switch.turn(on)
+            began = time.perf_counter()
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if turn >= 0:
+                times[on].append((time.perf_counter() - began) * 1e3)
+    switch.turn(True)
+    thread = (_thread_seconds() - spent_all) / (time.perf_counter() - began_all)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps({"on": times[True], "off": times[False], "thread": thread}))
     dist.barrier()
 
 
@@ -311,17 +311,18 @@ def _thread_seconds() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def measure_overhead(turns: int) -> bool:
+def measure_overhead(share: float) -> bool:
     """Two workers, a core for each: with more of them the scheduler decides. What a step does for survival is in the ratio of the two
     kinds of steps; the thread works beside both of them, so its share of the core is added."""
-    with tempfile.TemporaryDirectory() as name:
-        out = Path(name) / "overhead.json"
-        command = [sys.executable, "-m", "gossamer", "launch", "-n", "2", "-m", "benchmarks.survival", "--worker", "overhead"]
-        subprocess.run([*command, "--out", str(out), "--turns", str(turns)], check=True)
-        found = json.loads(out.read_text())
     good = True
     draws = random.Random(0)
-    for what, result in found.items():
+    for what in MODELS:
+        with tempfile.TemporaryDirectory() as name:
+            out = Path(name) / "overhead.json"
+            launch = [sys.executable, "-m", "gossamer", "launch", "-n", "2", "-m", "benchmarks.survival"]
+            command = ["--worker", "overhead", "--out", str(out), "--model", what, "--share", str(share)]
+            subprocess.run([*launch, *command], check=True)
+            result = json.loads(out.read_text())
         on, off, thread = result["on"], result["off"], result["thread"]
         again = [draws.choices(range(len(on)), k=len(on)) for _ in range(400)]
         ratios = sorted(_middle([on[k] for k in some]) / _middle([off[k] for k in some]) for some in again)
@@ -391,20 +392,19 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.02, help="seconds between two steps")
     parser.add_argument("--verbose", action="store_true", help="what the launcher said")
     parser.add_argument("--overhead", action="store_true")
-    parser.add_argument(
-        "--turns", type=int, default=400, help="--overhead: pairs of steps, 100 times as many with the small model"
-    )
+    parser.add_argument("--share", type=float, default=1.0, help="--overhead: of its pairs of steps")
+    parser.add_argument("--model", choices=MODELS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("docs/survival.json"))
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker == "overhead":
-        overhead(args.out, args.turns)
+        overhead(args.out, args.model, args.share)
         return
     if args.worker:
         work(args.worker, args.out, args.pause)
         return
     if args.overhead:
-        sys.exit(0 if measure_overhead(args.turns) else 1)
+        sys.exit(0 if measure_overhead(args.share) else 1)
     chosen = [args.graph] if args.graph else list(GRAPHS)
     each = max(1, round(args.kills / len(GRAPHS) / _PER_CYCLE)) * _PER_CYCLE
     results: dict[str, dict[str, dict[str, Any]]] = {}
