@@ -20,6 +20,7 @@ from gossamer.exchange import Between, Exchange
 from gossamer.flights import Flight
 from gossamer.links import Tag
 from gossamer.plans import Plan, plan, rows_of
+from gossamer.probe import Probe
 from gossamer.rounds import Hosts, Mean, Round
 
 Wire = Literal["float32", "bfloat16"]
@@ -49,6 +50,8 @@ class Mixer:
         self._per_process = len(self.rows)
         self.round: Round = Mean(n)
         self.step = 0
+        self.probe: Probe | None = None  # looks at the first block whenever all are averaged, if somebody wants to know
+        self._probed: Block | None = None
         self._mixing: dict[int, _Mixing] = {}
         self._departures: dict[int, Flight] = {}  # sent from a copy, perhaps not yet taken by their receivers
         self._buffers: dict[tuple[int, str, torch.dtype], Tensor] = {}
@@ -75,6 +78,7 @@ class Mixer:
         share = self.edge_share(block.dtype)
         rounded = share < 1 and self.round.verb(share) == "edges"
         if self.exchange is None:
+            self._look(block, None)
             (mixing.mix_rounded if rounded else mixing.mix)(self.round, block.x, block.spare)
             return
         made = plan(self.round, self.exchange.size, self.exchange.rank, rounded)
@@ -84,6 +88,17 @@ class Mixer:
             self._start_edges(block, state, tag, rounded)
         elif made.verb in ("slices", "hosts"):
             self._start_slices(block, state, tag)
+        self._look(block, tag)
+
+    def _look(self, block: Block, tag: Tag | None) -> None:
+        if self.probe is not None and self._probed is None:
+            self._probed = block
+            self.probe.start(block, self.round, tag)
+
+    def _seen(self, block: Block, mean: Tensor) -> None:
+        if self.probe is not None and self._probed is block:
+            self._probed = None
+            self.probe.finish(mean, self.step)
 
     def _start_edges(self, block: Block, state: _Mixing, tag: Tag, rounded: bool) -> None:
         assert self.exchange is not None
@@ -155,6 +170,7 @@ class Mixer:
         if state is not None:
             self._combine(block, state)
         block.swap()
+        self._seen(block, block.x[0])
 
     def _combine(self, block: Block, state: _Mixing) -> None:
         x, out = block.x, block.spare
@@ -187,6 +203,7 @@ class Mixer:
         if state.flight.in_vain:
             return  # some of the mixed row is missing, so all of it is: the Round is the identity for me
         x = block.x[0]
+        self._seen(block, x if state.result is None else state.result[0])
         if state.result is not None and state.snapshot is not None:
             mixing.correct(x, state.snapshot[0], [(1.0, state.result[0])])
         elif state.result is not None:

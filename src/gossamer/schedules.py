@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from gossamer import graphs
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph
+from gossamer.probe import Sight
+from gossamer.rounds import Mean, Round, identity
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,9 @@ class Change:
 
 
 class Schedule(ABC):
+    watches: ClassVar[bool] = False  # whether it wants to be told what is seen at global averages
+    by_epoch: ClassVar[bool] = False  # whether it depends on the epoch
+
     def __init__(self, n: int) -> None:
         self.n = n
         self.changes: list[Change] = []
@@ -54,6 +59,9 @@ class Schedule(ABC):
     @abstractmethod
     def decide(self, now: Moment) -> tuple[Graph, str]:
         """The Graph, and the reason that goes to the log if it is a change."""
+
+    def observe(self, sight: Sight) -> None:
+        """What was seen at a global average; the same on every worker."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -97,6 +105,8 @@ class Ada(Schedule):
     after which k_min is reached: gamma = (k0 - k_min)/(reach·epochs). The formula is our reconstruction of the paper's idea
     ("the coordination number decreases linearly over epochs"); the defaults are ours.
     """
+
+    by_epoch = True
 
     def __init__(
         self, n: int, k0: int | None = None, gamma: float | None = None, reach: float = _REACH, k_min: int = 2
@@ -144,6 +154,98 @@ class Ada(Schedule):
     def describe(self) -> str:
         speed = f"reach={self.reach}" if self.gamma is None else f"gamma={self.gamma}"
         return f"ada:k0={self.k0},{speed},k_min={self.k_min}"
+
+
+@dataclass(frozen=True)
+class Level:
+    """One way to average. ``spread``: how far apart replicas are where they take gradients, as a mean square, if each step moves them apart
+    by 1, independently; ``cost``: rows that each receives per step."""
+
+    graph: Graph
+    spread: float
+    cost: float
+
+
+_PERIODS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+def frontier(n: int) -> tuple[Level, ...]:
+    """From the mean of all in every step to one in every 64: whatever no other way beats in both spread and cost. Between two means
+    there is nothing, or one peer at a time. All of them have means, because that is where all workers see the same."""
+    one = graphs.one_peer_exponential(n).rounds
+    found = []
+    for every in _PERIODS:
+        found.append(_level(f"mean every {every}", [identity(n)] * (every - 1) + [Mean(n)]))
+        if every > 1:
+            length = math.lcm(every, len(one))
+            rounds = [Mean(n) if (t + 1) % every == 0 else one[t % len(one)] for t in range(length)]
+            found.append(_level(f"mean every {every}, one-peer between", rounds))
+    found.sort(key=lambda level: (level.spread, level.cost))
+    kept: list[Level] = []
+    for level in found:
+        if not kept or level.cost < kept[-1].cost:
+            kept.append(level)
+    return tuple(kept)
+
+
+def _level(name: str, rounds: list[Round]) -> Level:
+    apart, total = 0.0, 0.0
+    for t in range(2 * len(rounds)):
+        round_ = rounds[t % len(rounds)]
+        apart = 0.0 if isinstance(round_, Mean) else (apart + 1) / 2 if round_.degree else apart + 1
+        total += apart if t >= len(rounds) else 0.0
+    cost = sum(round_.cost(1 << 20) for round_ in rounds) / len(rounds) / (1 << 20)
+    return Level(Graph(name, tuple(rounds)), total / len(rounds), cost)
+
+
+class AdaAuto(Schedule):
+    """Averages as rarely as the replicas' disagreement allows, and needs no setting.
+
+    At each global average all workers see how far apart the replicas were. From that follows how far one step moves them apart now, σ_t
+    (relative to the length of the parameters). Where gradients are taken, replicas may be apart by ``tolerance`` times the largest σ so far, as a
+    mean square; the cheapest level of the frontier that keeps to it is taken. While the learning rate is high there is little
+    room; as it falls σ falls with it, and averages become rare. If σ rises again, they become frequent again. ``docs/decisions/0005``.
+    """
+
+    watches = True
+
+    def __init__(self, n: int, tolerance: float = 0.5) -> None:
+        super().__init__(n)
+        if tolerance < 0:
+            raise GossamerError(f"ada-auto: tolerance={tolerance} is negative")
+        self.tolerance = tolerance
+        self.levels = frontier(n) if n > 2 else (Level(graphs.complete(n), 0.0, 1.0),)
+        self.level = 0
+        self.largest, self.sigma = 0.0, 0.0
+        self._steps = 1  # since the last average
+        self._why = "start"
+
+    def decide(self, now: Moment) -> tuple[Graph, str]:
+        return self.levels[self.level].graph, self._why
+
+    def observe(self, sight: Sight) -> None:
+        apart = (sight.distance / sight.norm) ** 2 if sight.norm else 0.0
+        level = self.levels[self.level]
+        period = level.graph.period
+        # What one step adds, from what was there before the average; a little smoothed.
+        fresh = apart / _before(level, sight.since or 1)
+        self.sigma = fresh if not self.sigma else self.sigma + (fresh - self.sigma) * min(1.0, period / _MEMORY)
+        self.largest = max(self.largest, self.sigma)
+        room = self.tolerance * self.largest / self.sigma if self.sigma else math.inf
+        wanted = max(k for k, level in enumerate(self.levels) if level.spread <= room or k == 0)
+        if wanted < self.level or (wanted > self.level and self.levels[min(self.level + 1, len(self.levels) - 1)].spread <= room * _SURE):
+            self._why = f"replicas move apart by {math.sqrt(self.sigma):.2g} of their length per step, at most {math.sqrt(self.largest):.2g} so far"
+            self.level = wanted if wanted < self.level else self.level + 1
+
+    def describe(self) -> str:
+        return f"ada-auto:tolerance={self.tolerance}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"level": self.level, "largest": self.largest, "sigma": self.sigma}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.level, self.largest, self.sigma = state["level"], state["largest"], state["sigma"]
 
 
 def schedule(what: str | Graph | Schedule, n: int) -> Schedule:
