@@ -214,6 +214,22 @@ def _one_peer_exponential(n: int) -> list[Permutation]:
 
 
 @_family
+def periodic(n: int, every: int = 8, gap: int = 0) -> Sequence[Round]:
+    """The mean of all in every ``every``-th step. Between: nothing (local steps), or one peer in every ``gap``-th step."""
+    for what, value, least in (("every", every, 1), ("gap", gap, 0)):
+        if value < least:
+            raise GossamerError(f"periodic: {what}={value} is out of range; it is at least {least}")
+    peers = _one_peer_exponential(n) if gap else []
+    rounds: list[Round] = []
+    for t in range(math.lcm(every, gap * len(peers)) if gap else every):
+        if (t + 1) % every == 0:
+            rounds.append(Mean(n))
+        else:
+            rounds.append(peers[t // gap % len(peers)] if gap and (t + 1) % gap == 0 else identity(n))
+    return rounds
+
+
+@_family
 def one_peer_ring(n: int) -> Sequence[Round]:
     """A ring, one neighbour at a time: (0,1)(2,3)… then (1,2)(3,4)…; odd n takes a third round and lets one rest in each."""
     starts = (0,) if n == 2 else (0, 1) if n % 2 == 0 else (0, 1, n - 1)

@@ -68,8 +68,10 @@ class Mixer:
         return torch.bfloat16.itemsize / dtype.itemsize if rounded else 1.0
 
     def cost(self, row_bytes: int) -> int:
-        """Bytes of this Round per replica, as ``Round.cost`` defines them, with what the wire saves."""
-        return self.round.cost(row_bytes, self.edge_share(torch.float32))
+        """Bytes of this Round per replica, as ``Round.cost`` defines them, with what the wire saves and a look costs."""
+        looks = self.probe is not None and isinstance(self.round, Mean)
+        seen = self.probe.cost(row_bytes // torch.float32.itemsize, self.round.n) if self.probe is not None and looks else 0
+        return self.round.cost(row_bytes, self.edge_share(torch.float32)) + seen
 
     # --- Start and finish ------------------------------------------------------------------------------------------------
 
@@ -91,14 +93,14 @@ class Mixer:
         self._look(block, tag)
 
     def _look(self, block: Block, tag: Tag | None) -> None:
-        if self.probe is not None and self._probed is None:
+        if self.probe is not None and self._probed is None and isinstance(self.round, Mean):
             self._probed = block
-            self.probe.start(block, self.round, tag)
+            self.probe.start(block, tag)
 
-    def _seen(self, block: Block, mean: Tensor) -> None:
+    def _see(self, block: Block) -> None:
         if self.probe is not None and self._probed is block:
             self._probed = None
-            self.probe.finish(mean, self.step)
+            self.probe.finish(block, self.step)
 
     def _start_edges(self, block: Block, state: _Mixing, tag: Tag, rounded: bool) -> None:
         assert self.exchange is not None
@@ -170,7 +172,7 @@ class Mixer:
         if state is not None:
             self._combine(block, state)
         block.swap()
-        self._seen(block, block.x[0])
+        self._see(block)
 
     def _combine(self, block: Block, state: _Mixing) -> None:
         x, out = block.x, block.spare
@@ -198,12 +200,12 @@ class Mixer:
         if state is None or state.flight is None:
             return
         state.flight.wait()
+        self._see(block)
         if state.flight.dirty:
             self._buffers = {key: held for key, held in self._buffers.items() if key[0] != id(block)}
         if state.flight.in_vain:
             return  # some of the mixed row is missing, so all of it is: the Round is the identity for me
         x = block.x[0]
-        self._seen(block, x if state.result is None else state.result[0])
         if state.result is not None and state.snapshot is not None:
             mixing.correct(x, state.snapshot[0], [(1.0, state.result[0])])
         elif state.result is not None:

@@ -37,9 +37,10 @@ from gossamer.gradients import Gradients
 from gossamer.graphs import Graph, told_hosts
 from gossamer.links import open_link
 from gossamer.mixer import Mixer, Wire
+from gossamer.probe import Probe
 from gossamer.profile import Profile
 from gossamer.roster import Change
-from gossamer.schedules import Fixed, Schedule, schedule
+from gossamer.schedules import Schedule, schedule
 from gossamer.seats import Seat
 from gossamer.survival import Survival
 from gossamer.uneven import Stretch
@@ -97,11 +98,13 @@ class DecentralizedDataParallel(Wrapper):
         self.schedule = schedule("complete" if self.averages_gradients else _per_host(graph), planned)
         self.order, self.local_steps, self.send_copy = order, local_steps, send_copy
         self.epochs, self.steps_per_epoch = epochs or 1, steps_per_epoch
-        if not isinstance(self.schedule, Fixed) and not (epochs and steps_per_epoch):
+        if self.schedule.by_epoch and not (epochs and steps_per_epoch):
             raise GossamerError(
                 f"graph {self.schedule.describe()!r} changes with the epoch, so it must know them: "
                 "DecentralizedDataParallel(…, epochs=90, steps_per_epoch=len(loader))"
             )
+        if self.schedule.watches and self._exchange is not None:
+            self._mixer.probe = Probe(self._exchange, lambda: self._current_schedule.learnt())
         self.steps = 0  # done; the one counter
         self.profiles: list[Profile] = []
         self.signals: dict[str, float] = {}
@@ -300,11 +303,18 @@ class DecentralizedDataParallel(Wrapper):
             for block in self._in_flight:
                 self._mixer.finish_in_place(block)
         self._in_flight = None
+        if self._mixer.probe is not None and (sight := self._mixer.probe.taken()):
+            self._current_schedule.observe(sight)
+            self.schedule.succeed(self._current_schedule)
+
+    @property
+    def _current_schedule(self) -> Schedule:
+        """``schedule``, or what it has become for the workers that are left."""
+        changed = self._survival or self._stretch
+        return changed.schedule if changed is not None else self.schedule
 
     def _graph(self) -> Graph:
-        changed = self._survival or self._stretch
-        current = changed.schedule if changed is not None else self.schedule
-        return current.graph(self.steps, min(self._epoch, self.epochs - 1), self.epochs, self.signals)
+        return self._current_schedule.graph(self.steps, min(self._epoch, self.epochs - 1), self.epochs, self.signals)
 
     @property
     def _epoch(self) -> int:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from gossamer import graphs
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph
+from gossamer.frontier import frontier
 from gossamer.probe import Sight
-from gossamer.rounds import Mean, Round, identity
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Change:
 
 
 class Schedule(ABC):
-    watches: ClassVar[bool] = False  # whether it wants to be told what is seen at global averages
+    watches = False  # whether it wants to be told what is seen at global averages
     by_epoch: ClassVar[bool] = False  # whether it depends on the epoch
 
     def __init__(self, n: int) -> None:
@@ -62,6 +63,13 @@ class Schedule(ABC):
 
     def observe(self, sight: Sight) -> None:
         """What was seen at a global average; the same on every worker."""
+
+    def learnt(self) -> tuple[float, ...]:
+        """Numbers that are averaged over all workers with each Sight."""
+        return ()
+
+    def succeed(self, other: Schedule) -> None:
+        """Take over what another one has learnt, which was for more workers, or fewer."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -96,6 +104,9 @@ class Fixed(Schedule):
 
 
 _REACH = 0.8
+_TOLERANCE = 0.5
+_MEMORY = 10  # steps after which what was seen before counts for little
+_SLACK = 1.25  # that much beyond or below what is allowed before anything changes, so that it does not flap
 
 
 class Ada(Schedule):
@@ -156,102 +167,86 @@ class Ada(Schedule):
         return f"ada:k0={self.k0},{speed},k_min={self.k_min}"
 
 
-@dataclass(frozen=True)
-class Level:
-    """One way to average. ``spread``: how far apart replicas are where they take gradients, as a mean square, if each step moves them apart
-    by 1, independently; ``cost``: rows that each receives per step."""
-
-    graph: Graph
-    spread: float
-    cost: float
-
-
-_PERIODS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-
-
-def frontier(n: int) -> tuple[Level, ...]:
-    """From the mean of all in every step to one in every 64: whatever no other way beats in both spread and cost. Between two means
-    there is nothing, or one peer at a time. All of them have means, because that is where all workers see the same."""
-    one = graphs.one_peer_exponential(n).rounds
-    found = []
-    for every in _PERIODS:
-        found.append(_level(f"mean every {every}", [identity(n)] * (every - 1) + [Mean(n)]))
-        if every > 1:
-            length = math.lcm(every, len(one))
-            rounds = [Mean(n) if (t + 1) % every == 0 else one[t % len(one)] for t in range(length)]
-            found.append(_level(f"mean every {every}, one-peer between", rounds))
-    found.sort(key=lambda level: (level.spread, level.cost))
-    kept: list[Level] = []
-    for level in found:
-        if not kept or level.cost < kept[-1].cost:
-            kept.append(level)
-    return tuple(kept)
-
-
-def _level(name: str, rounds: list[Round]) -> Level:
-    apart, total = 0.0, 0.0
-    for t in range(2 * len(rounds)):
-        round_ = rounds[t % len(rounds)]
-        apart = 0.0 if isinstance(round_, Mean) else (apart + 1) / 2 if round_.degree else apart + 1
-        total += apart if t >= len(rounds) else 0.0
-    cost = sum(round_.cost(1 << 20) for round_ in rounds) / len(rounds) / (1 << 20)
-    return Level(Graph(name, tuple(rounds)), total / len(rounds), cost)
-
-
 class AdaAuto(Schedule):
-    """Averages as rarely as the replicas' disagreement allows, and needs no setting.
+    """Averages as rarely as the replicas' disagreement allows, and needs no setting: see ``docs/decisions/0005-ada-auto.md``.
 
-    At each global average all workers see how far apart the replicas were. From that follows how far one step moves them apart now, σ_t
-    (relative to the length of the parameters). Where gradients are taken, replicas may be apart by ``tolerance`` times the largest σ so far, as a
-    mean square; the cheapest level of the frontier that keeps to it is taken. While the learning rate is high there is little
-    room; as it falls σ falls with it, and averages become rare. If σ rises again, they become frequent again. ``docs/decisions/0005``.
+    At each global average all workers see how far apart the replicas were, the same bits everywhere. From that follows how far one step
+    moves them apart now, σ (relative to the length of the parameters). Where gradients are taken, replicas may be apart by ``tolerance`` times
+    the largest σ so far, as a mean square; of the frontier the cheapest level that keeps to it is taken. While the learning rate is high
+    there is little room; as it falls σ falls with it, and averages become rare. If σ rises again, they become frequent again.
     """
 
     watches = True
 
-    def __init__(self, n: int, tolerance: float = 0.5) -> None:
+    def __init__(self, n: int, tolerance: float = _TOLERANCE, cost: Callable[[Graph], float] | None = None) -> None:
         super().__init__(n)
-        if tolerance < 0:
-            raise GossamerError(f"ada-auto: tolerance={tolerance} is negative")
+        if not tolerance > 0:
+            raise GossamerError(f"ada-auto: tolerance={tolerance} is out of range; it is above 0")
         self.tolerance = tolerance
-        self.levels = frontier(n) if n > 2 else (Level(graphs.complete(n), 0.0, 1.0),)
+        self.cost, self.levels = cost, frontier(n, cost)
         self.level = 0
-        self.largest, self.sigma = 0.0, 0.0
-        self._steps = 1  # since the last average
+        self.sigma, self.largest = 0.0, 0.0  # σ², of late and the largest so far
+        self._seen: int | None = None  # when
         self._why = "start"
 
     def decide(self, now: Moment) -> tuple[Graph, str]:
         return self.levels[self.level].graph, self._why
 
+    def learnt(self) -> tuple[float, ...]:
+        return self.sigma, self.largest
+
     def observe(self, sight: Sight) -> None:
-        apart = (sight.distance / sight.norm) ** 2 if sight.norm else 0.0
-        level = self.levels[self.level]
-        period = level.graph.period
-        # What one step adds, from what was there before the average; a little smoothed.
-        fresh = apart / _before(level, sight.since or 1)
-        self.sigma = fresh if not self.sigma else self.sigma + (fresh - self.sigma) * min(1.0, period / _MEMORY)
+        # What each had learnt travels along and is averaged: so somebody who came later, or missed a sight, learns it too.
+        self.sigma, self.largest = sight.carried
+        before, self._seen = self._seen, sight.step
+        if before is None or not sight.norm:
+            return
+        since = sight.step - before
+        fresh = (sight.distance / sight.norm) ** 2 / self.levels[self.level].apart(before, since)
+        trust = min(1.0, since / _MEMORY) if self.sigma else 1.0
+        self.sigma += trust * (fresh - self.sigma)
         self.largest = max(self.largest, self.sigma)
         room = self.tolerance * self.largest / self.sigma if self.sigma else math.inf
-        wanted = max(k for k, level in enumerate(self.levels) if level.spread <= room or k == 0)
-        if wanted < self.level or (wanted > self.level and self.levels[min(self.level + 1, len(self.levels) - 1)].spread <= room * _SURE):
-            self._why = f"replicas move apart by {math.sqrt(self.sigma):.2g} of their length per step, at most {math.sqrt(self.largest):.2g} so far"
-            self.level = wanted if wanted < self.level else self.level + 1
+        fits = [k for k, level in enumerate(self.levels) if level.spread <= room]
+        spread = self.levels[self.level].spread
+        wanted = self.level
+        if spread > room * _SLACK:
+            wanted = max(fits, default=0)
+        elif self.level + 1 < len(self.levels) and self.levels[self.level + 1].spread <= room / _SLACK:
+            wanted = self.level + 1
+        if wanted != self.level:
+            self.level = wanted
+            self._why = (
+                f"a step moves replicas apart by {math.sqrt(self.sigma):.2g} of their length, "
+                f"at most {math.sqrt(self.largest):.2g} so far"
+            )
+
+    def sized(self, n: int) -> Schedule:
+        return AdaAuto(n, self.tolerance, self.cost)
+
+    def succeed(self, other: Schedule) -> None:
+        if isinstance(other, AdaAuto):
+            self.sigma, self.largest = other.sigma, other.largest
 
     def describe(self) -> str:
-        return f"ada-auto:tolerance={self.tolerance}"
+        return "ada-auto" if self.tolerance == _TOLERANCE else f"ada-auto:tolerance={self.tolerance}"
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"level": self.level, "largest": self.largest, "sigma": self.sigma}
+        own = {"level": self.level, "sigma": self.sigma, "largest": self.largest, "seen": self._seen}
+        return super().state_dict() | own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.level, self.largest, self.sigma = state["level"], state["largest"], state["sigma"]
+        self.level, self.sigma, self.largest, self._seen = (state[key] for key in ("level", "sigma", "largest", "seen"))
 
 
 def schedule(what: str | Graph | Schedule, n: int) -> Schedule:
-    """What a person may write for a schedule: a graph's name, ``"ada"`` (with ``:reach=0.5`` …), a Graph, or a Schedule."""
-    if isinstance(what, str) and what.partition(":")[0].strip().lower() == "ada":
-        return Ada(n, **_ada_options(what))  # type: ignore[arg-type]
+    """What a person may write for a schedule: a graph's name, ``"ada-auto"``, ``"ada"`` (with ``:reach=0.5`` …), a Graph, or a
+    Schedule."""
+    kind = what.partition(":")[0].strip().lower() if isinstance(what, str) else ""
+    if isinstance(what, str) and kind in _KINDS:
+        make, takes = _KINDS[kind]
+        return make(n, **_options(what, kind, takes))
     if not isinstance(what, (str, Graph, Schedule)):
         raise GossamerError(
             f"a {type(what).__name__} is not a graph; give a name, or make one with graphs.from_matrix or from_networkx"
@@ -265,12 +260,17 @@ def schedule(what: str | Graph | Schedule, n: int) -> Schedule:
 _ANY_N = "one-peer-exponential"  # where the graph does not exist for the number of workers that is left
 
 
-def rebuilt(planned: Schedule, n: int) -> tuple[Schedule, str]:
-    """The same for another number of workers, or the nearest that there is; and what to say about it."""
+def rebuilt(planned: Schedule, n: int, current: Schedule | None = None) -> tuple[Schedule, str]:
+    """The same for another number of workers, or the nearest that there is; and what to say about it. ``current``: the one that
+    was used so far."""
+    note = ""
     try:
-        return planned.sized(n), ""
+        made = planned.sized(n)
     except GossamerError as error:
-        return schedule(_ANY_N, n), f"; {error}"
+        made, note = schedule(_ANY_N, n), f"; {error}"
+    if current is not None:
+        made.succeed(current)
+    return made, note
 
 
 class Resized(Schedule):
@@ -278,34 +278,49 @@ class Resized(Schedule):
 
     def __init__(self, planned: Schedule) -> None:
         super().__init__(planned.n)
-        self.planned = planned
-        self._made: dict[int, tuple[Schedule, str]] = {planned.n: (planned, "")}
+        self.planned, self.watches = planned, planned.watches
+        self._made, self._note = planned, ""
 
     def resize(self, n: int) -> None:
-        if n not in self._made:
-            self._made[n] = rebuilt(self.planned, n)
+        self._made, self._note = rebuilt(self.planned, n, self._made)
         self.n = n
 
     def decide(self, now: Moment) -> tuple[Graph, str]:
-        made, note = self._made[self.n]
-        graph, reason = made.decide(now)
-        return graph, note.removeprefix("; ") or reason
+        graph, reason = self._made.decide(now)
+        return graph, self._note.removeprefix("; ") or reason
+
+    def learnt(self) -> tuple[float, ...]:
+        return self._made.learnt()
+
+    def observe(self, sight: Sight) -> None:
+        self._made.observe(sight)
 
     def describe(self) -> str:
         return self.planned.describe()
 
+    def state_dict(self) -> dict[str, Any]:
+        return self._made.state_dict() | super().state_dict()
 
-_ADA_OPTIONS = {"k0": int, "gamma": float, "reach": float, "k_min": int}
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """After :meth:`resize`, if they are not as many as at the start."""
+        self._made.load_state_dict(state)
+        super().load_state_dict(state)
 
 
-def _ada_options(text: str) -> dict[str, float]:
+_KINDS: dict[str, tuple[Callable[..., Schedule], dict[str, type]]] = {
+    "ada": (Ada, {"k0": int, "gamma": float, "reach": float, "k_min": int}),
+    "ada-auto": (AdaAuto, {"tolerance": float}),
+}
+
+
+def _options(text: str, kind: str, takes: Mapping[str, type]) -> dict[str, float]:
     options: dict[str, float] = {}
     for part in filter(None, (p.strip() for p in text.partition(":")[2].split(","))):
         key, _, value = (s.strip() for s in part.partition("="))
-        if key not in _ADA_OPTIONS:
-            raise GossamerError(f"Ada has no parameter {key!r}; it takes {', '.join(_ADA_OPTIONS)}")
+        if key not in takes:
+            raise GossamerError(f"{kind} has no parameter {key!r}; it takes {', '.join(takes)}")
         try:
-            options[key] = _ADA_OPTIONS[key](value)
+            options[key] = takes[key](value)
         except ValueError:
             raise GossamerError(f"{text!r}: {key}={value!r} is not a number as {key} takes it") from None
     return options

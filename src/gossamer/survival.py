@@ -91,7 +91,7 @@ class Survival:
         self.exchange.change(link)
         self.mixer.resize()
         self.members = change.members
-        self.schedule, note = rebuilt(self.planned, len(change.members))
+        self.schedule, note = rebuilt(self.planned, len(change.members), self.schedule)
         self.mixer.step = change.step
         self.planned.note(change.step, f"{self.schedule.describe()} over {len(change.members)}", change.describe() + note)
         self.changes.append(change)

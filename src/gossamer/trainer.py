@@ -26,6 +26,7 @@ from gossamer.learning_rates import LearningRate
 from gossamer.mixer import Mixer, Wire
 from gossamer.optim import BlockOptimizer, Recipe
 from gossamer.outages import Attendance, Outage, donors
+from gossamer.probe import Probe
 from gossamer.profile import Profile
 from gossamer.replicas import Replicas
 from gossamer.rounds import Mean
@@ -123,7 +124,7 @@ class Trainer:
                 raise GossamerError("failures: workers can leave and come back in one process only; run this without torchrun")
             self.schedule = Resized(self.schedule)
         self.exchange = exchange
-        self.mixer = Mixer(n, exchange, settings.wire)
+        self.mixer = self._new_mixer(n)
         self.replicas = Replicas(
             task.build,
             len(self.mixer.rows),
@@ -195,6 +196,8 @@ class Trainer:
         losses = self.mixer.gather(losses, "loss")
         self._check(losses, t)
         self.algorithm.finish(self.replicas, self.mixer, self._look)
+        if self.mixer.probe is not None and (sight := self.mixer.probe.taken()):
+            self.schedule.observe(sight)
         loss = losses.double().mean().cpu()
         self._epoch_loss += loss
         self._epoch_degree += self.mixer.round.degree
@@ -217,10 +220,16 @@ class Trainer:
     def _resize(self, rows: Sequence[int], members: tuple[int, ...]) -> None:
         self.replicas.take(rows, members)
         self.algorithm.optimizer.take(rows)
-        self.mixer = Mixer(len(members), None, self.settings.wire)
+        self.mixer = self._new_mixer(len(members))
         assert isinstance(self.schedule, Resized)
         self.schedule.resize(len(members))
         self.members = members
+
+    def _new_mixer(self, n: int) -> Mixer:
+        mixer = Mixer(n, self.exchange, self.settings.wire)
+        if self.schedule.watches and n > 1:
+            mixer.probe = Probe(self.exchange, self.schedule.learnt)
+        return mixer
 
     def _check(self, losses: torch.Tensor, t: int) -> None:
         bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()

@@ -36,7 +36,7 @@ class Stretch:
     def _take_part(self, living: tuple[int, ...], reason: str) -> None:
         self.exchange.living = living
         self.mixer.resize()
-        self.schedule, note = rebuilt(self.planned, len(living))
+        self.schedule, note = rebuilt(self.planned, len(living), self.schedule)
         self.planned.note(self.mixer.step, f"{self.schedule.describe()} over {len(living)}", reason + note)
 
     def leave(self, step: int, exchange_only: Callable[[], int]) -> None:

@@ -37,11 +37,20 @@ class RunData:
     consensus: np.ndarray
     changes: tuple[Change, ...]
     step_seconds: float | None = None  # on the cluster that the spec names; predicted
+    graph_seconds: dict[str, float] | None = None  # the same by graph, if the run changed it as it went
     outages: tuple[Outage, ...] = ()
 
     @property
     def value(self) -> float | None:
         return self.run.value
+
+    def seconds_at(self, step: int) -> float | None:
+        """Predicted, from the start up to this step."""
+        if self.step_seconds is None or self.graph_seconds is None:
+            return None if self.step_seconds is None else step * self.step_seconds
+        ends = [*(change.step for change in self.changes[1:]), step]
+        spans = [(change.graph, min(end, step) - change.step) for change, end in zip(self.changes, ends, strict=True)]
+        return sum(max(0, steps) * self.graph_seconds[graph] for graph, steps in spans)
 
     @property
     def connections(self) -> float:
@@ -99,7 +108,7 @@ def estimate(values: Iterable[float]) -> Estimate:
 def load(store: Store) -> list[RunData]:
     """Everything that is finished."""
     spec = store.spec()
-    clock = (store.meta("clock") or {}).get("seconds", {})
+    clock = store.meta("clock") or {}
     loaded = []
     for run in store.runs():
         if run.status not in ("done", "diverged"):
@@ -114,7 +123,8 @@ def load(store: Store) -> list[RunData]:
                 dispersion=_dispersion(looks),
                 consensus=np.array([look.consensus_distance for look in looks]),
                 changes=tuple(store.changes(run.id)),
-                step_seconds=clock.get(run.method, {}).get(str(run.replicas)),
+                step_seconds=clock.get("seconds", {}).get(run.method, {}).get(str(run.replicas)),
+                graph_seconds=clock.get("graphs", {}).get(run.method, {}).get(str(run.replicas)),
                 outages=spec.outages(run.cell),
             )
         )
@@ -312,13 +322,14 @@ def to_target(runs: Sequence[RunData], target: float, higher_is_better: bool = T
         for method in methods(runs):
             cell = select(runs, method, n)
             first = []
+            predicted = []
             for r in cell:
                 good = [e for e in r.epochs if (e.value >= target if higher_is_better else e.value <= target)]
                 first += good[:1]
+                predicted += [r.seconds_at(e.step) for e in good[:1]]
             if cell:
                 epochs, received = estimate(e.epoch + 1 for e in first), estimate(e.bytes for e in first)
-                each = cell[0].step_seconds
-                seconds = None if each is None else estimate(e.step * each for e in first)
+                seconds = None if cell[0].step_seconds is None else estimate(s for s in predicted if s is not None)
                 found.append(ToTarget(method, n, epochs, received, len(first), len(cell), seconds))
     return found
 

@@ -13,7 +13,7 @@ import torch
 
 from gossamer import checkpoint
 from gossamer.backends import Backend
-from gossamer.dbench import machine
+from gossamer.dbench import clock, machine
 from gossamer.dbench.spec import Cell, Spec
 from gossamer.dbench.store import Store
 from gossamer.exchange import Exchange
@@ -26,7 +26,7 @@ Report = Callable[[int, int, float, float | None], None]  # step, steps, loss, l
 
 def trainer_for(spec: Spec, cell: Cell, task: Task, device: str, exchange: Exchange | None = None) -> Trainer:
     settings = replace(spec.settings(cell), device=device)
-    return Trainer(task, settings, spec.method(cell.method).topology, exchange=exchange)
+    return Trainer(task, settings, clock.topology(spec, spec.method(cell.method), task, cell.replicas), exchange=exchange)
 
 
 def run_cell(
@@ -61,17 +61,17 @@ def run_cell(
         epochs.clear()
         return rows
 
-    clock = _Clock(trainer, checkpoint_seconds)
+    pause = _Pause(trainer, checkpoint_seconds)
     try:
         while True:
-            trainer.run(stop=lambda: stop() or clock.due())
+            trainer.run(stop=lambda: stop() or pause.due())
             if trainer.step == trainer.steps:
                 break
             book.add(*unsaved())  # before the checkpoint: see store.py
             # A run that has gone wrong leaves no checkpoint; it is found out at the same step as if none had been tried.
             with contextlib.suppress(TrainingDiverged):
                 trainer.save(book.path)
-            clock.reset()
+            pause.reset()
             if trainer.agreed(stop()):
                 return False
         result = trainer.evaluate()
@@ -136,7 +136,7 @@ def backend_key(replicas: int, processes: int) -> str:
     return f"backend:{replicas}" if processes == 1 else f"backend:{replicas}/{processes}"
 
 
-class _Clock:
+class _Pause:
     """Says when the next checkpoint is due, after one step at least."""
 
     def __init__(self, trainer: Trainer, seconds: float) -> None:

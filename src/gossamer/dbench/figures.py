@@ -258,10 +258,11 @@ def _against_bytes(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> l
 def _against_clock(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> list[Trace]:
     made = []
     for m in colour:
-        each = next((r.step_seconds for r in analysis.select(runs, m, n)), None)
-        if each is not None:
-            steps = over_seeds(runs, m, n, lambda e: e.step)
-            made.append(line(m, colour[m], [s * each for s in steps], over_seeds(runs, m, n, lambda e: e.value)))
+        cell = analysis.select(runs, m, n)
+        if any(r.step_seconds is not None for r in cell):
+            steps = [round(s) for s in over_seeds(runs, m, n, lambda e: e.step)]
+            each = [[r.seconds_at(s) or 0.0 for r in cell] for s in steps]
+            made.append(line(m, colour[m], [sum(s) / len(s) for s in each], over_seeds(runs, m, n, lambda e: e.value)))
     return made
 
 

@@ -44,9 +44,7 @@ def results(store: Store) -> list[dict[str, Any]]:
 
 def _predicted(data: RunData | None) -> float | None:
     """On the cluster that the spec names."""
-    if data is None or data.step_seconds is None or data.run.steps is None:
-        return None
-    return data.run.steps * data.step_seconds
+    return None if data is None or data.run.steps is None else data.seconds_at(data.run.steps)
 
 
 def _dispersion(data: RunData | None) -> dict[str, dict[str, float | None]] | None:

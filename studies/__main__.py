@@ -1,0 +1,65 @@
+"""The study: the paper's findings at laptop scale. ``docs/study.md`` tells what was found.
+
+    python -m studies run fashion            # one experiment, or several; resumable: give the same command again
+    python -m studies run --all              # hours
+    python -m studies figures                # the figures and tables of the page, from the committed results
+
+An experiment is a spec in ``studies/specs``; its raw results go to ``runs/study-NAME`` and a small extract to ``studies/results``.
+CIFAR-10 and WikiText-2 are looked for in ``$GOSSAMER_DATA``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from gossamer.dbench.runner import bench
+from gossamer.dbench.spec import load
+from gossamer.errors import GossamerError
+from studies import extract, figures
+
+HERE = Path(__file__).parent
+SPECS, RESULTS = HERE / "specs", HERE / "results"
+
+
+def run(names: list[str], jobs: int | None) -> bool:
+    for name in names:
+        spec = load(str(SPECS / f"{name}.toml"))
+        outcome = bench(spec, Path("runs") / f"study-{name}", jobs=jobs)
+        if not outcome.complete:
+            print("Stopped. Give the same command again to go on.", file=sys.stderr)
+            return False
+        extract.write(outcome.out, RESULTS / f"{name}.json")
+        print(f"{name}: {RESULTS / f'{name}.json'}")
+    return True
+
+
+def main() -> None:
+    known = sorted(path.stem for path in SPECS.glob("*.toml"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(dest="what", required=True)
+    runs = parts.add_parser("run", help="run experiments")
+    runs.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known))
+    runs.add_argument("--all", action="store_true")
+    runs.add_argument("--jobs", type=int, help="runs side by side (default: one per core)")
+    parts.add_parser("figures", help="figures and tables from the committed results").add_argument(
+        "--out", type=Path, default=HERE.parent / "docs" / "study", help="a folder"
+    )
+    args = parser.parse_args()
+    if args.what == "figures":
+        for path in figures.write(RESULTS, args.out):
+            print(path)
+        return
+    names = known if args.all else args.names
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        parser.error(f"{', '.join(unknown) or 'no experiment given'}; known are {', '.join(known)}")
+    try:
+        sys.exit(0 if run(names, args.jobs) else 130)
+    except GossamerError as error:
+        sys.exit(f"studies: {error}")
+
+
+if __name__ == "__main__":
+    main()

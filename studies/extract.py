@@ -1,0 +1,51 @@
+"""What the page needs of an experiment: a small file of plain numbers, to be committed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gossamer.dbench.analysis import RunData, load
+from gossamer.dbench.store import FILE, Store
+from gossamer.profile import MEASURES
+
+_POINTS = 40  # of a curve
+
+
+def write(folder: Path, to: Path) -> None:
+    store = Store(folder / FILE)
+    metric = store.meta("metric")
+    runs = [_run(data) for data in load(store)]
+    rows = ",\n".join(json.dumps(run) for run in runs)  # a line for each run: changes are readable
+    to.parent.mkdir(parents=True, exist_ok=True)
+    to.write_text(f'{{"metric": {json.dumps(metric)}, "runs": [\n{rows}\n]}}\n')
+    store.close()
+
+
+def _run(data: RunData) -> dict[str, Any]:
+    run = data.run
+    some = np.unique(np.linspace(0, max(0, len(data.steps) - 1), _POINTS).round().astype(int)) if len(data.steps) else []
+    return {
+        "method": run.method,
+        "replicas": run.replicas,
+        "seed": run.seed,
+        "status": run.status,
+        "value": run.value,
+        "worst": run.value_worst,
+        "bytes": run.bytes,
+        "steps": run.steps,
+        "connections": _short(data.connections),
+        "epochs": [[e.epoch + 1, _short(e.value), e.bytes] for e in data.epochs],
+        "looks": [int(data.steps[k]) for k in some],
+        "dispersion": {m: [_short(float(data.dispersion[m][k].mean())) for k in some] for m in MEASURES},
+        "consensus": [_short(float(data.consensus[k])) for k in some],
+        "early": {m: _short(data.early(m)) for m in MEASURES},
+        "changes": [[change.step, change.graph] for change in data.changes],
+    }
+
+
+def _short(value: float) -> float | None:
+    return float(f"{value:.5g}") if np.isfinite(value) else None

@@ -1,0 +1,226 @@
+"""Ada that decides by itself: the frontier of ways to average, what is seen at an average, and what follows from it."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gossamer import GossamerError, LearningRate, Recipe, Settings, Trainer, graphs, mixing
+from gossamer.blocks import Block
+from gossamer.frontier import Level, frontier
+from gossamer.learning_rates import WarmupCosine
+from gossamer.mixer import Mixer
+from gossamer.probe import Probe, Sight, sample, sampled
+from gossamer.rounds import Mean
+from gossamer.schedules import AdaAuto, schedule
+from tests.models import mlp, stopped_and_loaded, task
+
+# --- Ways to average -------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(2, 40))
+def test_each_level_costs_less_and_lets_replicas_further_apart(n):
+    levels = frontier(n)
+    assert levels[0].graph.round(0) == Mean(n)
+    assert levels[0].spread == 0
+    for one, next_ in zip(levels, levels[1:], strict=False):
+        assert next_.cost < one.cost
+        assert next_.spread > one.spread
+    assert all(isinstance(level.graph.rounds[-1], Mean) for level in levels)
+    assert all(level.graph.is_doubly_stochastic() for level in levels)
+
+
+def test_no_way_that_was_left_out_is_better():
+    kept = frontier(16)
+    everything = [graphs.periodic(16, every, gap) for every in (2, 4, 8, 64) for gap in (0, 1, 2, 4) if gap < every]
+    for way in everything:
+        cost = way.cost(1 << 20) / (1 << 20)
+        spread = measured_spread(way, walks=200)
+        assert any(level.cost <= cost * 1.01 and level.spread <= spread * 1.1 for level in kept), way.name
+
+
+def measured_spread(graph, walks, steps=256):
+    """Replicas that take random steps of length 1 and average, as the graph says."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.zeros(graph.n, walks), torch.zeros(graph.n, walks)
+    apart = []
+    for t in range(steps):
+        x += torch.randn(x.shape, generator=generator)
+        mixing.mix(graph.round(t), x, y)
+        x, y = y, x
+        apart.append(float((x - x.mean(0)).square().mean()))
+    return sum(apart[64:]) / len(apart[64:])
+
+
+@pytest.mark.parametrize("name", ["periodic:every=4", "periodic:every=16,gap=1", "periodic:every=32,gap=4"])
+def test_spread_is_what_random_walks_show(name):
+    level = Level.of(graphs.parse(name, 32))
+    # One peer halves the variance only if the two are independent, which they are at first.
+    assert level.spread == pytest.approx(measured_spread(level.graph, walks=400), rel=0.15)
+
+
+def test_another_cost_gives_another_frontier():
+    def hidden(graph):  # one row per step is free, a mean in one step is not
+        return sum(max(0.0, round_.cost(1 << 20) / (1 << 20) - 1) for round_ in graph.rounds) / graph.period
+
+    assert all("gap" not in level.graph.name for level in frontier(16))
+    assert any("gap=1" in level.graph.name for level in frontier(16, hidden))
+
+
+def test_periodic_graphs():
+    graph = graphs.parse("periodic:every=3", 5)
+    assert [round_.degree for round_ in graph.rounds] == [0, 0, 4]
+    graph = graphs.parse("periodic:every=4,gap=1", 8)
+    assert graph.period == 12
+    assert [round_.degree for round_ in graph.rounds[:4]] == [1, 1, 1, 7]
+    assert graph.rounds[4] == graphs.one_peer_exponential(8).round(4)
+    assert graphs.periodic(8, 1).cost(100) == graphs.complete(8).cost(100)
+    with pytest.raises(GossamerError, match="every=0 is out of range"):
+        graphs.parse("periodic:every=0", 8)
+    with pytest.raises(GossamerError, match="gap=-1 is out of range"):
+        graphs.parse("periodic:gap=-1", 8)
+
+
+# --- What is seen ------------------------------------------------------------------------------------------------------------------
+
+
+def look(x, learnt=()):
+    block = Block([("x", nn.Parameter(x[0]), False)], len(x), x.device)
+    block.x.copy_(x)
+    mixer = Mixer(len(x))
+    mixer.probe, mixer.step = Probe(None, lambda: learnt), 7
+    mixer.start(block)
+    mixer.finish(block)
+    return mixer.probe
+
+
+def test_a_sight_is_the_distance_to_the_mean_and_its_length():
+    x = torch.randn(6, 500) + 3
+    probe = look(x, (1.0, 2.0))
+    seen = probe.taken()
+    mean = x.mean(0)
+    assert seen.distance == pytest.approx(float((x - mean).square().sum(1).mean().sqrt()), rel=1e-5)
+    assert seen.norm == pytest.approx(float(mean.norm()), rel=1e-5)
+    assert (seen.step, seen.carried) == (7, (1.0, 2.0))
+    assert probe.taken() is None
+
+
+def test_a_sample_of_many_columns_is_enough():
+    scale = torch.rand(200_000) ** 4  # layers differ
+    x = scale * (1 + 0.05 * torch.randn(4, 200_000))
+    assert sampled(200_000) == sample(x).shape[1] < 5000
+    seen, mean = look(x).taken(), x.mean(0)
+    whole = float((x - mean).square().sum(1).mean().sqrt() / mean.norm())
+    assert seen.distance / seen.norm == pytest.approx(whole, rel=0.1)
+
+
+# --- What follows -----------------------------------------------------------------------------------------------------------------
+
+
+class Team:
+    """Replicas whose steps move them apart by σ(step), and an AdaAuto that sees it."""
+
+    def __init__(self, sigma, n=16, noise=0.0):
+        self.ada, self.sigma, self.rng, self.noise = AdaAuto(n), sigma, random.Random(3), noise
+        self.apart = self.rows = 0.0
+
+    def run(self, steps, first=0):
+        for t in range(first, first + steps):
+            round_ = self.ada.graph(t).round(t)
+            self.apart += self.sigma(t) ** 2 * math.exp(self.noise * self.rng.gauss(0, 1))
+            if isinstance(round_, Mean):
+                self.ada.observe(Sight(t, math.sqrt(self.apart), 1.0, self.ada.learnt()))
+                self.apart = 0.0
+            self.rows += round_.cost(1 << 20) / (1 << 20)
+        return self.ada
+
+    @property
+    def every(self):
+        return self.ada.levels[self.ada.level].graph.period
+
+
+def test_steps_that_get_shorter_need_fewer_averages():
+    team = Team(lambda t: 0.1 * (1 + math.cos(math.pi * t / 2000)) / 2)
+    changes = team.run(2000).changes
+    assert [change.graph for change in changes] == [level.graph.name for level in team.ada.levels[: len(changes)]]
+    assert team.every >= 32
+    assert "apart by" in changes[-1].reason
+    assert team.rows / 2000 < 0.6 * 2 * 15 / 16  # of what an all-reduce takes
+
+
+def test_averages_return_when_disagreement_does():
+    team = Team(lambda t: 0.1 if t < 50 or t >= 500 else 0.01)
+    team.run(500)
+    assert team.every >= 12
+    sparse = team.ada.level
+    team.run(2 * team.every, 500)
+    assert team.ada.level < sparse / 2
+    assert team.ada.changes[-1].step >= 500
+
+
+def test_noise_does_not_make_it_flap():
+    quiet, noisy = Team(lambda t: 0.1 * 0.998**t), Team(lambda t: 0.1 * 0.998**t, noise=0.3)
+    quiet.run(1500)
+    noisy.run(1500)
+    assert len(noisy.ada.changes) <= len(quiet.ada.changes) + 4
+    steady = Team(lambda t: 0.1, noise=0.3)
+    assert len(steady.run(1000).changes) <= 3
+
+
+def test_replicas_that_never_differ_are_no_reason_for_anything():
+    ada = AdaAuto(8)
+    for step in range(3):
+        ada.observe(Sight(step, 0.0, 0.0, ada.learnt()))
+    assert ada.level == 0
+
+
+def test_what_was_learnt_survives_a_change_of_size_and_a_resume():
+    team = Team(lambda t: 0.1 * 0.99**t)
+    ada = team.run(300)
+    smaller = ada.sized(12)
+    smaller.succeed(ada)
+    assert smaller.level == 0
+    assert smaller.learnt() == ada.learnt()
+    again = schedule("ada-auto", 16)
+    again.load_state_dict(ada.state_dict())
+    assert again.state_dict() == ada.state_dict()
+    for twin in (ada, again):
+        twin.observe(Sight(2 * 300, 0.5, 1.0, ada.learnt()))
+    assert again.level == ada.level
+
+
+def test_as_people_write_it():
+    assert schedule("ada-auto", 8).describe() == "ada-auto"
+    assert schedule("ada-auto:tolerance=0.25", 8).describe() == "ada-auto:tolerance=0.25"
+    with pytest.raises(GossamerError, match="no parameter 'k0'; it takes tolerance"):
+        schedule("ada-auto:k0=3", 8)
+    with pytest.raises(GossamerError, match="tolerance=0.0 is out of range"):
+        schedule("ada-auto:tolerance=0", 8)
+
+
+# --- In training ------------------------------------------------------------------------------------------------------------------
+
+SETTINGS = Settings(
+    8, 12, 8, optimizer=Recipe("sgd", 0.2, {"momentum": 0.9}), learning_rate=LearningRate(0.2, shape=WarmupCosine()), backend="loop"
+)
+
+
+@pytest.mark.parametrize("order", ["dsgd-atc", "dsgd-awc"])
+def test_training_with_it_resumes_to_the_bit(order, tmp_path):
+    def make():
+        return Trainer(task(mlp), replace(SETTINGS, algorithm=order), "ada-auto")
+
+    first, second = stopped_and_loaded(make, 67, tmp_path / "a.ckpt")
+    second.run()
+    assert torch.equal(first.replicas.blocks[0].x, second.replicas.blocks[0].x)
+    assert first.schedule.changes == second.schedule.changes
+    assert len(first.schedule.changes) > 3
+    full = Trainer(task(mlp), SETTINGS, "complete")
+    full.run()
+    assert first.bytes < 0.8 * full.bytes
+    assert first.value() > full.value() - 0.05
