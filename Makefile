@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench bench-workers clean
+.PHONY: demo test lint bench bench-workers study-figures clean
 
 demo: $(READY)  ## DBench's quickstart on embedded data; ends with the path of a report to open in a browser
 	$(BIN)/gossamer bench quickstart --out runs/quickstart
@@ -28,6 +28,9 @@ bench-workers: $(READY)  ## real workers against torch DDP and decent-dp, also i
 	$(BIN)/python -m benchmarks.step_time
 	$(BIN)/python -m benchmarks.time_to_loss
 	$(BIN)/python -m benchmarks.wire
+
+study-figures: $(READY)  ## figures and tables of docs/study.md from the committed results
+	$(BIN)/python -m studies figures
 
 # torch first and by exact version: a range would fetch the newest build, with gigabytes of GPU libraries.
 $(READY): pyproject.toml constraints.txt

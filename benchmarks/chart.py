@@ -48,6 +48,29 @@ class Line:
     y: Sequence[float]
 
 
+@dataclass(frozen=True)
+class Dot:
+    """``low`` to ``high``: its interval."""
+
+    label: str
+    x: float
+    y: float
+    low: float
+    high: float
+    kind: str = "ours"  # a key of COLOURS
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """``best``: "highest" or "lowest". ``reach``: what is further than that from the best y stands at the edge, with its value."""
+
+    title: str
+    y_label: str
+    dots: Sequence[Dot]
+    reach: float
+    best: str = "highest"
+
+
 def bars(
     panels: Sequence[Panel],
     title: str = "",
@@ -107,8 +130,10 @@ def lines(
     level: tuple[float, str] | None = None,
     log: bool = False,
     marks: Sequence[tuple[float, str]] = (),
+    zoom: bool = False,
 ) -> str:
-    """``level``: a horizontal line and what it says; ``marks``: vertical ones. ``log``: y is logarithmic."""
+    """``level``: a horizontal line and what it says; ``marks``: vertical ones. ``log``: y is logarithmic. ``zoom``: y
+    need not begin at 0."""
     width, height, left, right, size = 860, 460, 64, 24, 12
     names = list(dict.fromkeys(line.name for line in series))
     colours = {name: LINES[k % len(LINES)] for k, name in enumerate(names)}
@@ -118,9 +143,10 @@ def lines(
     ys = [y for line in series for y in line.y] + ([level[0]] if level else [])
     scale = math.log if log else float
     right_end = max(xs, default=1.0) or 1.0
-    lowest, highest = (min(ys, default=1.0), max(ys, default=2.0)) if log else (min([0.0, *ys]), max(ys, default=1.0))
+    tight = log or zoom
+    lowest, highest = (min(ys, default=1.0), max(ys, default=2.0)) if tight else (min([0.0, *ys]), max(ys, default=1.0))
     low, high = scale(lowest), scale(highest)
-    low, high = (low - 0.04 * (high - low) if log or low < 0 else low), high + (0.2 if marks else 0.04) * (high - low) + 1e-9
+    low, high = (low - 0.04 * (high - low) if tight or low < 0 else low), high + (0.2 if marks else 0.04) * (high - low) + 1e-9
 
     def place(x: float, y: float) -> tuple[float, float]:
         return left + x / right_end * (width - left - right), bottom - (scale(y) - low) / (high - low) * (bottom - top)
@@ -155,6 +181,72 @@ def lines(
         parts.append(_rule(left, y, width - right, y, _INK, dash=True))
         parts.append(_say(level[1], width - right, y - 6, size, anchor="end"))
     return _svg(width, height, parts)
+
+
+def scatters(panels: Sequence[Scatter], title: str = "", note: str = "", x_label: str = "", columns: int = 2) -> str:
+    """Panels of dots with intervals over a logarithmic x in percent, which all panels share."""
+    width, height, gap, side = 470, 300, 30, 20
+    columns = max(1, min(columns, len(panels)))
+    top = 16 + (26 if title else 0) + (18 if note else 0)
+    xs = [dot.x for panel in panels for dot in panel.dots if dot.x > 0]
+    ends = (min(xs, default=1) / 1.5, max(xs, default=100) * 1.5)
+    parts = _heading(title, note, side)
+    for k, panel in enumerate(panels):
+        x, y = side + k % columns * (width + gap), top + k // columns * (height + gap)
+        parts += _scatter(panel, ends, x_label, x, y, width, height)
+    rows = -(-len(panels) // columns)
+    return _svg(2 * side + columns * width + (columns - 1) * gap, top + rows * (height + gap), parts)
+
+
+def _scatter(
+    panel: Scatter, ends: tuple[float, float], x_label: str, x0: float, y0: float, width: float, height: float
+) -> list[str]:
+    size, left, right, top, bottom = 11, x0 + 52, x0 + width - 8, y0 + 30, y0 + height - 38
+    values = [dot.y for dot in panel.dots if math.isfinite(dot.y)]
+    high_is_best = panel.best == "highest"
+    best = (max if high_is_best else min)(values)
+    kept = [dot for dot in panel.dots if abs(dot.y - best) <= panel.reach]
+    spans = [end for dot in kept for end in (dot.low, dot.high, dot.y) if math.isfinite(end)]
+    margin = 0.1 * (max(spans) - min(spans) or 1)
+    low, high = min(spans) - margin, max(spans) + margin
+    if len(kept) < len(panel.dots):
+        low, high = (low - margin, high) if high_is_best else (low, high + margin)
+
+    def across(value: float) -> float:
+        return left + math.log(value / ends[0]) / math.log(ends[1] / ends[0]) * (right - left)
+
+    def up(value: float) -> float:
+        return bottom - (min(max(value, low), high) - low) / (high - low) * (bottom - top)
+
+    parts = [_say(panel.title, x0, y0 + 14, 13, weight="600")]
+    for tick in ticks(low, high, 5):
+        if low <= tick <= high:
+            parts.append(_rule(left, up(tick), right, up(tick), _GRID))
+            parts.append(_say(f"{tick:g}", left - 6, up(tick) + 4, size, anchor="end", colour=_FAINT))
+    for tick in (tick for tick in log_ticks(*ends) if ends[0] <= tick <= ends[1]):
+        parts.append(_rule(across(tick), bottom, across(tick), bottom + 4, _FAINT))
+        parts.append(_say(f"{tick:g}", across(tick), bottom + 16, size, anchor="middle", colour=_FAINT))
+    parts.append(_rule(left, bottom, right, bottom, _FAINT))
+    parts.append(_say(x_label, (left + right) / 2, bottom + 32, size, anchor="middle"))
+    middle = (top + bottom) / 2
+    turned = _say(panel.y_label, x0 + 10, middle, size, anchor="middle")
+    parts.append(f'<g transform="rotate(-90 {x0 + 10:.1f} {middle:.1f})">{turned}</g>')
+    texts: list[tuple[float, float]] = []
+    for dot in sorted(panel.dots, key=lambda dot: up(dot.y) if math.isfinite(dot.y) else bottom):
+        colour, inside = COLOURS[dot.kind], low <= dot.y <= high
+        x, y = across(dot.x), up(dot.y) if math.isfinite(dot.y) else bottom
+        if inside and math.isfinite(dot.low):
+            parts.append(f'<g stroke-width="1.6">{_rule(x, up(dot.low), x, up(dot.high), colour)}</g>')
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour if inside else "#ffffff"}" stroke="{colour}"/>')
+        text = dot.label if inside else f"{dot.label}: {dot.y:.4g}"
+        late = x + 10 + _width(text, size) > right
+        at = y + 4
+        while any(abs(at - other) < 12 and abs(x - there) < 110 for there, other in texts):
+            at += 2
+        texts.append((x, at))
+        weight = "600" if dot.kind == "ours" else "400"
+        parts.append(_say(text, x - 8 if late else x + 8, at, size, anchor="end" if late else "start", weight=weight))
+    return parts
 
 
 def step_time(results: Mapping[str, Mapping[str, Any]]) -> str:

@@ -27,7 +27,7 @@ def write(folder: Path, to: Path) -> None:
 
 def _run(data: RunData) -> dict[str, Any]:
     run = data.run
-    some = np.unique(np.linspace(0, max(0, len(data.steps) - 1), _POINTS).round().astype(int)) if len(data.steps) else []
+    some = np.unique(np.linspace(0, len(data.steps) - 1, _POINTS).round().astype(int)).tolist() if len(data.steps) else []
     return {
         "method": run.method,
         "replicas": run.replicas,
@@ -42,7 +42,7 @@ def _run(data: RunData) -> dict[str, Any]:
         "looks": [int(data.steps[k]) for k in some],
         "dispersion": {m: [_short(float(data.dispersion[m][k].mean())) for k in some] for m in MEASURES},
         "consensus": [_short(float(data.consensus[k])) for k in some],
-        "early": {m: _short(data.early(m)) for m in MEASURES},
+        "early": {m: _short(data.early(m)) for m in MEASURES} | {"consensus": _short(data.early_consensus())},
         "changes": [[change.step, change.graph] for change in data.changes],
     }
 

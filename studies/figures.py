@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ ORDER = (
     "one-peer-exponential",
     "torus",
     "ring",
+    "dadam",
+    "accumadam",
 )
 
 
@@ -62,10 +64,17 @@ class Experiment:
         pairs = [(self.value(run), theirs[run["seed"]]) for run in self.select(method, n) if run["seed"] in theirs]
         return estimate(a - b if self.percent else 100 * (a / b - 1) for a, b in pairs)
 
+    @property
+    def unit(self) -> str:
+        return "accuracy, %" if self.percent else "perplexity"
+
+    def mean_of(self, what: str, method: str, n: int) -> float:
+        return estimate(run[what] for run in self.select(method, n)).mean
+
     def share(self, method: str, n: int) -> float:
         """Of the bytes of all-reduce training."""
-        whole = estimate(run["bytes"] for run in self.select("complete", n)).mean
-        return estimate(run["bytes"] for run in self.select(method, n)).mean / whole
+        whole = self.mean_of("bytes", "complete" if "complete" in self.methods else "centralized", n)
+        return self.mean_of("bytes", method, n) / whole
 
 
 def say(e: Estimate, digits: int = 2, sign: bool = False) -> str:
@@ -75,48 +84,69 @@ def say(e: Estimate, digits: int = 2, sign: bool = False) -> str:
 
 # --- Figures ---------------------------------------------------------------------------------------------------------------------
 
+Found = Mapping[str, "Experiment"]
 
-def by_scale(x: Experiment) -> str:
+
+def by_scale(found: Found) -> str:
+    x = found["scale"]
     lines = [chart.Line(m, x.scales, [x.values(m, n).mean for n in x.scales]) for m in x.methods]
-    note = "Means over seeds; linear learning-rate scaling. One more replica is one more batch in each step."
-    return chart.lines(lines, "Accuracy of the averaged model against the number of replicas", note, "replicas", _unit(x))
+    note = "Fashion-MNIST, MLP; means over seeds; linear learning-rate scaling. More replicas are more samples in each step."
+    return chart.lines(
+        lines, "Accuracy of the averaged model against the number of replicas", note, "replicas", x.unit, zoom=True
+    )
 
 
-def by_epoch(title: str) -> Callable[[Experiment], str]:
-    def draw(x: Experiment) -> str:
-        lines = []
-        for method in x.methods:
-            cell = [run for run in x.select(method, x.scales[-1]) if run["epochs"]]
-            if cell:
-                last = min(len(run["epochs"]) for run in cell)
-                factor = 100 if x.percent else 1
-                means = [sum(run["epochs"][k][1] for run in cell) / len(cell) * factor for k in range(last)]
-                lines.append(chart.Line(method, list(range(1, last + 1)), means))
-        return chart.lines(lines, title, "Means over seeds.", "epoch", _unit(x), log=not x.percent)
-
-    return draw
+def by_connections(found: Found) -> str:
+    x = found["scale"]
+    lines = []
+    for n in x.scales:
+        some = [m for m in x.methods if m != "centralized"]
+        points = sorted((x.mean_of("connections", m, n), x.values(m, n).mean) for m in some)
+        lines.append(chart.Line(f"n={n}", [a for a, _ in points], [b for _, b in points]))
+    note = "Fashion-MNIST, MLP; ring, torus, exponential, complete; means over seeds."
+    title = "Accuracy of the averaged model against the replicas that each one hears per step"
+    return chart.lines(lines, title, note, "connections", x.unit, zoom=True)
 
 
-def by_bytes(title: str) -> Callable[[Experiment], str]:
-    """What each method reached, and what it sent for it: a bar of accuracy with the share of bytes beside it."""
-
-    def draw(x: Experiment) -> str:
-        n = x.scales[-1]
-        bars = [
-            chart.Bar(
-                m,
-                x.values(m, n).mean,
-                "ours" if m == "ada-auto" else "ddp" if m == "centralized" else "none",
-                f"{say(x.values(m, n))}   {100 * x.share(m, n):.0f} % of the bytes",
-            )
-            for m in x.methods
-        ]
-        return chart.bars([chart.Panel(f"{_unit(x)}, {n} replicas", bars)], title, "", columns=1)
-
-    return draw
+def against_bytes(found: Found) -> str:
+    """What each method reached, and what it sent for it."""
+    panels = []
+    for name, title, reach in TASKS:
+        if name in found:
+            x = found[name]
+            n = x.scales[-1]
+            dots = []
+            for m in x.methods:
+                e = x.values(m, n)
+                kind = "ours" if m == "ada-auto" else "ddp" if m in ("centralized", "complete") else "none"
+                dots.append(chart.Dot(m, 100 * x.share(m, n), e.mean, e.low, e.high, kind))
+            panels.append(chart.Scatter(f"{title}, {n} replicas", x.unit, dots, reach, "highest" if x.percent else "lowest"))
+    note = "Averaged model; mean over seeds and its 95 % interval. Orange: all-reduce. Blue: ada-auto, the same setting everywhere."
+    return chart.scatters(panels, "What was reached, and what was sent for it", note, "bytes, % of all-reduce")
 
 
-def dispersion(x: Experiment) -> str:
+TASKS = (
+    ("fashion", "Fashion-MNIST, MLP", 6.0),
+    ("cifar", "CIFAR-10, ResNet-8", 12.0),
+    ("lstm", "WikiText-2 (a part), LSTM", 150.0),
+    ("n1008", "Fashion-MNIST, MLP", 12.0),
+)
+
+
+def by_epoch(found: Found) -> str:
+    x = found["lstm"]
+    lines = []
+    for method in x.methods:
+        cell = [run for run in x.select(method, x.scales[-1]) if run["epochs"]]
+        if cell:
+            last = min(len(run["epochs"]) for run in cell)
+            means = [sum(run["epochs"][k][1] for run in cell) / len(cell) for k in range(last)]
+            lines.append(chart.Line(method, list(range(1, last + 1)), means))
+    return chart.lines(lines, "A word LSTM on a part of WikiText-2", "Means over seeds.", "epoch", x.unit, log=True)
+
+
+def dispersion(found: Found) -> str:
+    x = found["scale"]
     n = x.scales[-1]
     lines = []
     for method in x.methods:
@@ -125,36 +155,37 @@ def dispersion(x: Experiment) -> str:
             width = min(len(run["looks"]) for run in cell)
             means = [sum(run["dispersion"]["gini"][k] or 0 for run in cell) / len(cell) for k in range(width)]
             lines.append(chart.Line(method, cell[0]["looks"][:width], means))
-    return chart.lines(lines, f"Dispersion of the replicas' norms, {n} replicas", "Gini index, mean over tensors and seeds.", "step", "Gini")
+    return chart.lines(
+        lines, f"Dispersion of the replicas' norms, {n} replicas", "Gini index, mean over tensors and seeds.", "step", "Gini"
+    )
 
 
-def levels(x: Experiment) -> str:
-    """How often the Ada that decides by itself averages."""
+def levels(found: Found) -> str:
+    """How often the Ada that decides by itself averages; the first seed of each task."""
     lines = []
-    for run in x.select("ada-auto", x.scales[-1]):
-        at, every = [], []
-        changes = [*run["changes"], [run["steps"], run["changes"][-1][1]]]
-        for (step, graph), (until, _) in itertools.pairwise(changes):
-            found = re.search(r"every=(\d+)", graph)
-            at += [step, until]
-            every += [int(found.group(1)) if found else 1] * 2
-        lines.append(chart.Line(f"seed {run['seed']}", at, every))
-    return chart.lines(lines, "Steps between two averages of all, as ada-auto chose them", "", "step", "steps", log=True)
+    for name, title, _ in TASKS:
+        if name in found:
+            x = found[name]
+            run = x.select("ada-auto", x.scales[-1])[0]
+            at, every = [], []
+            for (step, graph), (until, _) in itertools.pairwise([*run["changes"], [run["steps"], ""]]):
+                period = re.search(r"every=(\d+)", graph)
+                at += [100 * step / run["steps"], 100 * until / run["steps"]]
+                every += [int(period.group(1)) if period else 1] * 2
+            lines.append(chart.Line(f"{title}, {x.scales[-1]}", at, every))
+    note = "Seed 0 of each task, the same setting for all."
+    return chart.lines(
+        lines, "Steps between two averages of all, as ada-auto chose them", note, "% of training", "steps", log=True
+    )
 
 
-def _unit(x: Experiment) -> str:
-    return "accuracy, %" if x.percent else "perplexity"
-
-
-FIGURES: dict[str, tuple[str, Callable[[Experiment], str]]] = {
-    "scale": ("scale", by_scale),
-    "dispersion": ("scale", dispersion),
-    "fashion": ("fashion", by_bytes("Fashion-MNIST, MLP")),
-    "fashion-levels": ("fashion", levels),
-    "cifar": ("cifar", by_bytes("CIFAR-10, ResNet-8")),
-    "cifar-levels": ("cifar", levels),
-    "lstm": ("lstm", by_epoch("A word LSTM on a part of WikiText-2")),
-    "n1008": ("n1008", by_bytes("Fashion-MNIST, MLP")),
+FIGURES: dict[str, tuple[Callable[[Found], str], tuple[str, ...]]] = {
+    "scale": (by_scale, ("scale",)),
+    "connections": (by_connections, ("scale",)),
+    "dispersion": (dispersion, ("scale",)),
+    "bytes": (against_bytes, ()),
+    "levels": (levels, ()),
+    "lstm": (by_epoch, ("lstm",)),
 }
 
 # --- Tables ----------------------------------------------------------------------------------------------------------------------
@@ -168,15 +199,20 @@ def scale_table(x: Experiment) -> Iterator[str]:
 
 
 def correlations(x: Experiment) -> Iterator[str]:
-    """Early dispersion against accuracy, over methods, per seed."""
-    yield "| n | " + " | ".join(MEASURES) + " |"
-    yield "| --- |" + " --- |" * len(MEASURES)
+    """Early dispersion against what was reached: Spearman's ρ over the methods, per seed."""
+    measures = [*MEASURES, "consensus"]
+    yield "| n | " + " | ".join(measures) + " |"
+    yield "| --- |" + " --- |" * len(measures)
     for n in x.scales:
         row = []
-        for measure in MEASURES:
+        for measure in measures:
             found = []
             for seed in sorted({run["seed"] for run in x.runs}):
-                cell = [run for run in x.runs if run["seed"] == seed and run["replicas"] == n and run["early"].get(measure) is not None]
+                cell = [
+                    run
+                    for run in x.runs
+                    if run["seed"] == seed and run["replicas"] == n and run["early"].get(measure) is not None
+                ]
                 if len(cell) > 2:
                     pairs = [(run["early"][measure], x.value(run)) for run in cell]
                     found.append(float(scipy.stats.spearmanr(*zip(*pairs, strict=True)).statistic))
@@ -186,12 +222,22 @@ def correlations(x: Experiment) -> Iterator[str]:
 
 def method_table(x: Experiment) -> Iterator[str]:
     unit = "points" if x.percent else "%"
-    yield f"| method | {_unit(x)} | against complete, {unit} | against ada, {unit} | bytes of all-reduce | seeds |"
+    yield f"| method | {x.unit} | against complete, {unit} | against ada, {unit} | bytes of all-reduce | seeds |"
     yield "| --- | --- | --- | --- | --- | --- |"
     n = x.scales[-1]
     for m in x.methods:
-        versus = [say(x.against(m, other, n), sign=True) if m != other and other in x.methods else "" for other in ("complete", "ada")]
+        versus = [
+            say(x.against(m, other, n), sign=True) if m != other and other in x.methods else "" for other in ("complete", "ada")
+        ]
         yield f"| {m} | {say(x.values(m, n))} | {versus[0]} | {versus[1]} | {100 * x.share(m, n):.0f} % | {len(x.select(m, n))} |"
+
+
+def adam_table(x: Experiment) -> Iterator[str]:
+    yield "| method | perplexity per byte | against dadam, % |"
+    yield "| --- | --- | --- |"
+    n = x.scales[-1]
+    for m in x.methods:
+        yield f"| {m} | {say(x.values(m, n))} | {say(x.against(m, 'dadam', n), sign=True) if m != 'dadam' else ''} |"
 
 
 TABLES: dict[str, tuple[str, Callable[[Experiment], Iterator[str]]]] = {
@@ -202,6 +248,7 @@ TABLES: dict[str, tuple[str, Callable[[Experiment], Iterator[str]]]] = {
     "cifar": ("cifar", method_table),
     "lstm": ("lstm", method_table),
     "n1008": ("n1008", method_table),
+    "adam": ("adam", adam_table),
 }
 
 # --- All of it -------------------------------------------------------------------------------------------------------------------
@@ -216,10 +263,10 @@ def write(results: Path, out: Path, page: Path = PAGE) -> Sequence[Path]:
     found = experiments(results)
     out.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, (source, draw) in FIGURES.items():
-        if source in found:
+    for name, (draw, needed) in FIGURES.items():
+        if found and all(source in found for source in needed):
             path = out / f"{name}.svg"
-            path.write_text(draw(found[source]))
+            path.write_text(draw(found))
             written.append(path)
     if page.exists():
         page.write_text(with_tables(page.read_text(), found))
@@ -230,7 +277,8 @@ def write(results: Path, out: Path, page: Path = PAGE) -> Sequence[Path]:
 def with_tables(text: str, found: dict[str, Experiment]) -> str:
     for name, (source, rows) in TABLES.items():
         if source in found:
-            table = "\n".join(rows(found[source]))
-            pattern = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-            text = pattern.sub(lambda match, table=table: f"{match[1]}\n{table}\n\n{match[2]}", text)
+            before, mark, after = text.partition(f"<!-- table: {name} -->\n")
+            if mark:
+                table = "\n".join(rows(found[source]))
+                text = f"{before}{mark}\n{table}\n\n<!-- end -->{after.partition('<!-- end -->')[2]}"
     return text

@@ -1083,6 +1083,38 @@ def ada_thins_out_its_graph(world):
     assert len(model.schedule.changes) > 1
 
 
+@case(2, 3, 4)
+def ada_that_decides_by_itself_decides_as_in_one_process(world):
+    steps, n = 60, world.size
+    generator = torch.Generator().manual_seed(3)
+    data = torch.randn(64, 6, generator=generator).double(), torch.randint(3, (64,), generator=generator)
+    task = Task("toy", lambda: small(torch.float64), data, data)
+    for order in ("awc", "atc"):
+        rate = gossamer.LearningRate(0.1, shape=gossamer.learning_rates.WarmupCosine())
+        epochs = math.ceil(steps / (64 // (4 * n)))
+        settings = Settings(
+            n, epochs, 4, algorithm=f"dsgd-{order}", optimizer=Recipe("sgd", **SGD_RECIPE), learning_rate=rate, backend="loop"
+        )
+        trainer = Trainer(task, settings, "ada-auto")
+        model = world.model(small(torch.float64), "ada-auto", order=order)
+        optimizer = torch.optim.SGD(model.parameters(), **SGD)
+        model.gossip(optimizer)
+        for step in range(steps):
+            x, y = trainer.batches.batch(step, world.rank, 1)
+            optimizer.param_groups[0]["lr"] = trainer.learning_rate.at(step, trainer.steps, n)
+            optimizer.zero_grad()
+            loss_of(model, (x[0], y[0])).backward()
+            optimizer.step()
+        trainer.run(until=steps)
+        views = trainer.replicas.blocks[0].tensors(trainer.replicas.blocks[0].x)
+        for name, p in model.named_parameters():
+            close(p, views[name][world.rank], 1e-10)
+        assert [(c.step, c.graph) for c in model.schedule.changes] == [(c.step, c.graph) for c in trainer.schedule.changes]
+        assert len(model.schedule.changes) > 2
+    with pytest.raises(GossamerError, match="local_steps=4: 'ada-auto' decides by itself"):
+        world.model(graph="ada-auto", local_steps=4)
+
+
 # --- Bad input ----------------------------------------------------------------------------------------------------------------
 
 

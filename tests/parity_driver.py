@@ -8,8 +8,9 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from gossamer import Recipe, Settings, Trainer
+from gossamer import LearningRate, Recipe, Settings, Trainer
 from gossamer.exchange import Exchange
+from gossamer.learning_rates import WarmupCosine
 from gossamer.links import open_link
 from gossamer.tasks import Task
 from tests.models import Cnn, mlp, task
@@ -47,6 +48,9 @@ def cases():
     norm = task(Cnn)
     for algorithm in ("dsgd-awc", "dsgd-atc", "allreduce"):
         yield f"float {algorithm} BatchNorm, ring", norm, replace(base, algorithm=algorithm), "ring"
+    falling = replace(base, learning_rate=LearningRate(0.05, shape=WarmupCosine()))
+    for order in ("dsgd-awc", "dsgd-atc"):
+        yield f"double {order} ada-auto", exact, replace(falling, algorithm=order), "ada-auto"
     for graph in ("one-peer-exponential", "ring"):
         # In double, because what differs in the last digit may be rounded to another bfloat16.
         yield f"double bfloat16 wire, {graph}", exact, replace(base, wire="bfloat16"), graph
@@ -69,6 +73,9 @@ def main(out: Path) -> None:
         tensors[f"{name}|value"] = torch.tensor(
             [trainer.value(), trainer.history[-1].train_loss, trainer.history[-1].consensus_distance]
         )
+        if graph == "ada-auto":
+            tensors[f"{name} decisions|value"] = torch.tensor([change.step for change in trainer.schedule.changes])
+            assert len(trainer.schedule.changes) > 2, trainer.schedule.changes
     safetensors.torch.save_file(tensors, out / f"rank-{rank}.safetensors")
 
 

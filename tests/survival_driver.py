@@ -78,6 +78,7 @@ def main(out, graph, steps, pause, options):
     mean = model.mean(float(rank))
     model.average_()
     check(model, record)
+    record["graphs"] = [(change.step, change.graph) for change in model.schedule.changes]
     record |= {"mean": mean, "members": model.members, "ended": model.steps, "value": float(model.module.row[-1].detach())}
     (out / f"{name}.json").write_text(json.dumps(record))
     print(f"done at {model.steps} with {model.members}")

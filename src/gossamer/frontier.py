@@ -1,8 +1,9 @@
 """Ways to average all, from every step to hardly ever: how far apart they let replicas drift, and what they cost.
 
-A team of replicas that each take noisy steps drifts apart. Counting one step's drift as 1 (a mean square; steps add up, as independent
-ones do), a Graph keeps them apart by some ``spread`` where they take their gradients. Of all ways that cost the same, only the one with
-the least spread is worth anything: those make the frontier.
+Replicas that each take noisy steps drift apart. Here each one drifts in a direction of its own, by 1 in each step: with momentum, steps
+resemble each other, so that is nearer to the truth than a random walk, and it never promises too much. A Graph keeps them apart by some
+``spread``, a mean square, where they take their gradients. Of all ways that cost the same, only the one with the least spread is
+worth anything: those make the frontier.
 """
 
 from __future__ import annotations
@@ -30,12 +31,34 @@ class Level:
     def of(cls, graph: Graph, cost: Callable[[Graph], float] | None = None) -> Level:
         return cls(graph, _spread(graph), cost(graph) if cost is not None else graph.cost(1 << 20) / (1 << 20))
 
+    @property
+    def every(self) -> int:
+        """Steps between two means of all."""
+        return 1 + next(k for k, round_ in enumerate(self.graph.rounds) if isinstance(round_, Mean))
+
     def apart(self, mean: int, steps: int) -> float:
-        """How far apart replicas are ``steps`` after the mean in step ``mean``, before they are averaged again."""
-        apart = 1.0
+        """How far apart (a square) replicas are ``steps`` after the mean in step ``mean``, before they are averaged again."""
+        drift = _Drift().moved()
         for t in range(mean + 1, mean + steps):
-            apart = _mixed(apart, self.graph.round(t)) + 1
-        return apart
+            drift = drift.mixed(self.graph.round(t)).moved()
+        return drift.square
+
+
+@dataclass(frozen=True)
+class _Drift:
+    """Of one replica since the last mean. ``along``: its product with the replica's own direction."""
+
+    square: float = 0.0
+    along: float = 0.0
+
+    def moved(self) -> _Drift:
+        return _Drift(self.square + 2 * self.along + 1, self.along + 1)
+
+    def mixed(self, round_: Round) -> _Drift:
+        """Nothing is left, or all, or, of two that have had no part in each other yet, one half."""
+        if isinstance(round_, Mean):
+            return _Drift()
+        return _Drift(self.square / 2, self.along / 2) if round_.degree else self
 
 
 def frontier(n: int, cost: Callable[[Graph], float] | None = None) -> tuple[Level, ...]:
@@ -43,7 +66,9 @@ def frontier(n: int, cost: Callable[[Graph], float] | None = None) -> tuple[Leve
     have means of all: that is where all workers see the same. ``cost``: by default the rows that each worker receives per step."""
     if n == 1:
         return (Level(graphs.complete(1), 0.0, 0.0),)
-    ways = [graphs.periodic(n, every=every, **({"gap": gap} if gap else {})) for every in _EVERY for gap in _GAPS if gap < every]
+    ways = [
+        graphs.periodic(n, every=every, **({"gap": gap} if gap else {})) for every in _EVERY for gap in _GAPS if gap < every
+    ]
     kept: list[Level] = []
     for level in sorted((Level.of(way, cost) for way in ways), key=lambda level: (level.spread, level.cost)):
         if not kept or level.cost < kept[-1].cost * (1 - 1e-9):
@@ -53,13 +78,8 @@ def frontier(n: int, cost: Callable[[Graph], float] | None = None) -> tuple[Leve
 
 def _spread(graph: Graph) -> float:
     """In the long run; the last Round of a period is a mean, so one period is the long run."""
-    apart, total = 0.0, 0.0
+    drift, total = _Drift(), 0.0
     for round_ in graph.rounds:
-        apart = _mixed(apart + 1, round_)
-        total += apart
+        drift = drift.moved().mixed(round_)
+        total += drift.square
     return total / graph.period
-
-
-def _mixed(apart: float, round_: Round) -> float:
-    """What a Round leaves of it: nothing, all, or, of two who are half and half, one half."""
-    return 0.0 if isinstance(round_, Mean) else apart / 2 if round_.degree else apart

@@ -103,6 +103,10 @@ class DecentralizedDataParallel(Wrapper):
                 f"graph {self.schedule.describe()!r} changes with the epoch, so it must know them: "
                 "DecentralizedDataParallel(…, epochs=90, steps_per_epoch=len(loader))"
             )
+        if self.schedule.watches and local_steps > 1:
+            raise GossamerError(
+                f"local_steps={local_steps}: {self.schedule.describe()!r} decides by itself how often to average; leave it at 1"
+            )
         if self.schedule.watches and self._exchange is not None:
             self._mixer.probe = Probe(self._exchange, lambda: self._current_schedule.learnt())
         self.steps = 0  # done; the one counter

@@ -2,15 +2,14 @@
 without another word.
 
 Beside the parameters a sample of their columns is averaged, with the mean of its square: mean ‖x_i - x̄‖² = mean ‖x_i‖² - ‖x̄‖². That is
-at most 64 KB, and 3 % of a small model. (The averaged parameters themselves would do, but with two workers, or with rounded rows, not all get the
-same bits of them.)
+at most 64 KB, and 3 % of a small model. (The averaged parameters themselves would do, but with two workers, or with rounded rows, not
+all get the same bits of them.)
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,20 +20,10 @@ from gossamer.exchange import Exchange
 from gossamer.flights import Flight
 from gossamer.links import Tag
 from gossamer.rounds import Mean
+from gossamer.schedules import Sight
 
 _WIDTH, _PIECES, _SHARE = 64, 128, 64  # of a row: pieces of so many columns, at most so many of them and one part in so many
 _FEW = 1024  # columns, of which all are looked at
-
-
-@dataclass(frozen=True)
-class Sight:
-    """At a global average in ``step``: how far replicas were from their mean (root of the mean square) and the mean's own length; and the
-    mean of the numbers that each worker gave."""
-
-    step: int
-    distance: float
-    norm: float
-    carried: tuple[float, ...] = ()
 
 
 class Probe:

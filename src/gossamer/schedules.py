@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 
 from gossamer import graphs
 from gossamer.errors import GossamerError
-from gossamer.graphs import Graph
 from gossamer.frontier import frontier
-from gossamer.probe import Sight
+from gossamer.graphs import Graph
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,17 @@ class Change:
     epoch: int
     graph: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Sight:
+    """At a global average in ``step``: how far replicas were from their mean (root of the mean square) and the mean's own length; and the
+    mean of the numbers that each worker gave."""
+
+    step: int
+    distance: float
+    norm: float
+    carried: tuple[float, ...] = ()
 
 
 class Schedule(ABC):
@@ -61,14 +71,14 @@ class Schedule(ABC):
     def decide(self, now: Moment) -> tuple[Graph, str]:
         """The Graph, and the reason that goes to the log if it is a change."""
 
-    def observe(self, sight: Sight) -> None:
+    def observe(self, sight: Sight) -> None:  # noqa: B027  (most have no use for it)
         """What was seen at a global average; the same on every worker."""
 
     def learnt(self) -> tuple[float, ...]:
         """Numbers that are averaged over all workers with each Sight."""
         return ()
 
-    def succeed(self, other: Schedule) -> None:
+    def succeed(self, other: Schedule) -> None:  # noqa: B027
         """Take over what another one has learnt, which was for more workers, or fewer."""
 
     @abstractmethod
@@ -170,10 +180,10 @@ class Ada(Schedule):
 class AdaAuto(Schedule):
     """Averages as rarely as the replicas' disagreement allows, and needs no setting: see ``docs/decisions/0005-ada-auto.md``.
 
-    At each global average all workers see how far apart the replicas were, the same bits everywhere. From that follows how far one step
-    moves them apart now, σ (relative to the length of the parameters). Where gradients are taken, replicas may be apart by ``tolerance`` times
-    the largest σ so far, as a mean square; of the frontier the cheapest level that keeps to it is taken. While the learning rate is high
-    there is little room; as it falls σ falls with it, and averages become rare. If σ rises again, they become frequent again.
+    At each global average all workers see how far apart the replicas were, relative to the length of the parameters; the same bits
+    everywhere. How far one step drives them apart was most while the learning rate was highest. Where gradients are taken, they may always
+    be apart by ``tolerance`` of that, as mean squares: of the frontier of :mod:`gossamer.frontier`, the cheapest level that keeps to it is
+    approached. As the learning rate falls, averages become rare; if disagreement returns, so do they.
     """
 
     watches = True
@@ -185,7 +195,7 @@ class AdaAuto(Schedule):
         self.tolerance = tolerance
         self.cost, self.levels = cost, frontier(n, cost)
         self.level = 0
-        self.sigma, self.largest = 0.0, 0.0  # σ², of late and the largest so far
+        self.drift, self.largest = 0.0, 0.0  # of one step, a square: at this level, and the largest so far
         self._seen: int | None = None  # when
         self._why = "start"
 
@@ -193,51 +203,53 @@ class AdaAuto(Schedule):
         return self.levels[self.level].graph, self._why
 
     def learnt(self) -> tuple[float, ...]:
-        return self.sigma, self.largest
+        return self.drift, self.largest
 
     def observe(self, sight: Sight) -> None:
         # What each had learnt travels along and is averaged: so somebody who came later, or missed a sight, learns it too.
-        self.sigma, self.largest = sight.carried
+        self.drift, self.largest = sight.carried
         before, self._seen = self._seen, sight.step
         if before is None or not sight.norm:
-            return
+            return  # nobody knows since when they have drifted
         since = sight.step - before
+        if since < self.levels[self.level].every:
+            return  # just changed to it: not what this level does
         fresh = (sight.distance / sight.norm) ** 2 / self.levels[self.level].apart(before, since)
-        trust = min(1.0, since / _MEMORY) if self.sigma else 1.0
-        self.sigma += trust * (fresh - self.sigma)
-        self.largest = max(self.largest, self.sigma)
-        room = self.tolerance * self.largest / self.sigma if self.sigma else math.inf
-        fits = [k for k, level in enumerate(self.levels) if level.spread <= room]
-        spread = self.levels[self.level].spread
-        wanted = self.level
-        if spread > room * _SLACK:
-            wanted = max(fits, default=0)
-        elif self.level + 1 < len(self.levels) and self.levels[self.level + 1].spread <= room / _SLACK:
-            wanted = self.level + 1
+        self.drift += (min(1.0, since / _MEMORY) if self.drift else 1.0) * (fresh - self.drift)
+        self.largest = max(self.largest, self.drift)
+        wanted = self._wanted(self.tolerance * self.largest) if self.largest else self.level
         if wanted != self.level:
-            self.level = wanted
-            self._why = (
-                f"a step moves replicas apart by {math.sqrt(self.sigma):.2g} of their length, "
-                f"at most {math.sqrt(self.largest):.2g} so far"
-            )
+            self._why = f"a step drives replicas apart by {math.sqrt(self.drift):.2g} of their length; it was {math.sqrt(self.largest):.2g} at most"
+            self.level, self.drift = (
+                wanted,
+                0.0,
+            )  # what is seen there may differ: steps are not quite what the frontier takes them for
+
+    def _wanted(self, allowed: float) -> int:
+        spreads = [self.drift * level.spread for level in self.levels]
+        if spreads[self.level] > allowed * _SLACK:
+            return max(k for k, spread in enumerate(spreads) if spread <= allowed)
+        higher = self.level + 1
+        return higher if higher < len(spreads) and spreads[higher] <= allowed / _SLACK else self.level
 
     def sized(self, n: int) -> Schedule:
         return AdaAuto(n, self.tolerance, self.cost)
 
     def succeed(self, other: Schedule) -> None:
         if isinstance(other, AdaAuto):
-            self.sigma, self.largest = other.sigma, other.largest
+            self.largest, self.changes = other.largest, other.changes
 
     def describe(self) -> str:
         return "ada-auto" if self.tolerance == _TOLERANCE else f"ada-auto:tolerance={self.tolerance}"
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"level": self.level, "sigma": self.sigma, "largest": self.largest, "seen": self._seen}
+        own = {"level": self.level, "drift": self.drift, "largest": self.largest, "seen": self._seen, "why": self._why}
         return super().state_dict() | own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.level, self.sigma, self.largest, self._seen = (state[key] for key in ("level", "sigma", "largest", "seen"))
+        self.level, self.drift, self.largest = state["level"], state["drift"], state["largest"]
+        self._seen, self._why = state["seen"], state["why"]
 
 
 def schedule(what: str | Graph | Schedule, n: int) -> Schedule:

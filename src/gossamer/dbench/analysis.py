@@ -69,7 +69,13 @@ class RunData:
         """Dispersion, averaged over tensors and over the looks in the first tenth of training; inf if it grew out of bounds."""
         if not len(self.steps):
             return math.nan
-        values = self.dispersion[measure].mean(axis=1)
+        return self._early(self.dispersion[measure].mean(axis=1))
+
+    def early_consensus(self) -> float:
+        """The same for the distance to the mean."""
+        return self._early(self.consensus) if len(self.steps) else math.nan
+
+    def _early(self, values: np.ndarray) -> float:
         early = float(values[self.steps <= max(EARLY * self.steps[-1], self.steps[0])].mean())
         return early if math.isfinite(early) else math.inf
 
