@@ -37,15 +37,18 @@ import gossamer
 from benchmarks import chart
 from benchmarks.timing import console
 from gossamer.apps import data, models
+from gossamer.learning_rates import WarmupCosine
+from gossamer.mixer import Wire
 
-METHODS = {
+METHODS: dict[str, tuple[str, Wire] | None] = {  # graph and wire
     "DDP": None,
-    "one-peer-exponential": "float32",
-    "one-peer-exponential, bfloat16": "bfloat16",
+    "one-peer-exponential": ("one-peer-exponential", "float32"),
+    "one-peer-exponential, bfloat16": ("one-peer-exponential", "bfloat16"),
+    "ada-auto": ("ada-auto", "float32"),
 }
 HOSTS = 4
 SMOOTH = 20  # steps
-WARM_UP = 20  # steps until the learning rate is reached
+WARM_UP = 0.1  # of the steps, until the learning rate is reached; then it falls, by a half cosine
 
 # --- In each worker -------------------------------------------------------------------------------------------------------
 
@@ -63,11 +66,12 @@ def work(method: str, steps: int, batch: int, lr: float, out: Path) -> None:
 
     torch.manual_seed(0)
     bare = models.mlp(784, 10, (1024, 1024))
-    wire = METHODS[method]
-    ours = gossamer.DecentralizedDataParallel(bare, "one-peer-exponential", wire=wire) if wire else None  # type: ignore[arg-type]
+    chosen = METHODS[method]
+    ours = gossamer.DecentralizedDataParallel(bare, chosen[0], wire=chosen[1]) if chosen else None
     model: nn.Module = ours or DistributedDataParallel(bare)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
+    shape = WarmupCosine(WARM_UP)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: shape.factor(step, steps))
     if ours:
         ours.gossip(optimizer)
 
@@ -100,6 +104,7 @@ def work(method: str, steps: int, batch: int, lr: float, out: Path) -> None:
             "averaged_train_loss": train_loss,
             "averaged_test_loss": test_loss,
             "averaged_test_accuracy": accuracy,
+            "changes": [[change.step, change.graph] for change in ours.schedule.changes] if ours else [],
         }
         out.write_text(json.dumps(result))
     dist.barrier()

@@ -2,6 +2,7 @@
 
     python -m studies run fashion            # one experiment, or several; resumable: give the same command again
     python -m studies run --all              # hours
+    python -m studies small                  # the cells that CI repeats; a few minutes
     python -m studies figures                # the figures and tables of the page, from the committed results
 
 An experiment is a spec in ``studies/specs``; its raw results go to ``runs/study-NAME`` and a small extract to ``studies/results``.
@@ -17,7 +18,7 @@ from pathlib import Path
 from gossamer.dbench.runner import bench
 from gossamer.dbench.spec import load
 from gossamer.errors import GossamerError
-from studies import extract, figures
+from studies import extract, figures, small
 
 HERE = Path(__file__).parent
 SPECS, RESULTS = HERE / "specs", HERE / "results"
@@ -46,7 +47,11 @@ def main() -> None:
     parts.add_parser("figures", help="figures and tables from the committed results").add_argument(
         "--out", type=Path, default=HERE.parent / "docs" / "study", help="a folder"
     )
+    parts.add_parser("small", help="the small cells that CI repeats")
     args = parser.parse_args()
+    if args.what == "small":
+        small.write()
+        return
     if args.what == "figures":
         for path in figures.write(RESULTS, args.out):
             print(path)

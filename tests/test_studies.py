@@ -1,0 +1,52 @@
+"""The study's page, figures and results belong together, and small cells of its experiments come out again."""
+
+import json
+
+import pytest
+
+from gossamer import GossamerError
+from gossamer.dbench.spec import load
+from studies import figures, small
+from studies.__main__ import RESULTS, SPECS
+
+
+def test_figures_and_tables_are_what_the_results_say(tmp_path):
+    page = tmp_path / "study.md"
+    page.write_text(figures.PAGE.read_text())
+    written = figures.write(RESULTS, tmp_path / "study", page)
+    folder = figures.PAGE.parent / "study"
+    assert {path.name for path in written if path != page} == {path.name for path in folder.iterdir()}
+    assert len(written) > 3
+    for path in written:
+        committed = figures.PAGE if path == page else folder / path.name
+        assert path.read_text() == committed.read_text(), f"{path.name}: run make study-figures"
+
+
+def test_every_figure_of_the_page_is_there():
+    text = figures.PAGE.read_text()
+    for path in (figures.PAGE.parent / "study").iterdir():
+        assert f"study/{path.name}" in text
+    assert all(f"<!-- table: {name} -->" in text for name in figures.TABLES)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in SPECS.glob("*.toml")))
+def test_results_are_of_the_spec(name):
+    """Every cell of the grid is there, and nothing else."""
+    spec = load(str(SPECS / f"{name}.toml"))
+    runs = json.loads((RESULTS / f"{name}.json").read_text())["runs"]
+    assert {(run["method"], run["replicas"], run["seed"]) for run in runs} == {
+        (cell.method, cell.replicas, cell.seed) for cell in spec.cells()
+    }
+
+
+@pytest.mark.parametrize("cell", small.CELLS, ids=lambda cell: cell.experiment)
+def test_a_small_cell_comes_out_again(cell):
+    kept = [row for row in json.loads(small.FILE.read_text()) if row["experiment"] == cell.experiment]
+    try:
+        again = small.run(cell, 0)
+    except GossamerError as error:
+        pytest.skip(str(error))
+    values = [row["value"] for row in kept]
+    assert len(values) >= 3
+    assert min(values) <= again.pop("value") <= max(values)
+    assert again == {key: value for key, value in kept[0].items() if key != "value"}
