@@ -114,8 +114,9 @@ class Fixed(Schedule):
 
 
 _REACH = 0.8
-_TOLERANCE = 0.5
+_TOLERANCE = 0.2
 _MEMORY = 10  # steps after which what was seen before counts for little
+_AMPLIFIED = 1.5  # times the drift (a square) before: more than steps in a straight line can do
 _SLACK = 1.25  # that much beyond or below what is allowed before anything changes, so that it does not flap
 
 
@@ -181,9 +182,10 @@ class AdaAuto(Schedule):
     """Averages as rarely as the replicas' disagreement allows, and needs no setting: see ``docs/decisions/0005-ada-auto.md``.
 
     At each global average all workers see how far apart the replicas were, relative to the length of the parameters; the same bits
-    everywhere. How far one step drives them apart was most while the learning rate was highest. Where gradients are taken, they may always
-    be apart by ``tolerance`` of that, as mean squares: of the frontier of :mod:`gossamer.frontier`, the cheapest level that keeps to it is
-    approached. As the learning rate falls, averages become rare; if disagreement returns, so do they.
+    everywhere. From that follows how far one step drives them apart, and how much that was at most while all were averaged in every step.
+    Where gradients are taken, replicas may be apart by ``tolerance`` of that, as mean squares: of the frontier of
+    :mod:`gossamer.frontier`, the cheapest level that keeps to it is approached. As the learning rate falls, averages become rare. If
+    disagreement returns, so do they; and if replicas that are left alone drive each other further apart than steps can, at once.
     """
 
     watches = True
@@ -195,7 +197,9 @@ class AdaAuto(Schedule):
         self.tolerance = tolerance
         self.cost, self.levels = cost, frontier(n, cost)
         self.level = 0
-        self.drift, self.largest = 0.0, 0.0  # of one step, a square: at this level, and the largest so far
+        # Of one step, as squares: the drift at this level; when it was entered; the largest at level 0; and from which drift on the next
+        # level may be tried again, if that went wrong.
+        self.drift, self.entered, self.largest, self.bar = 0.0, math.inf, 0.0, math.inf
         self._seen: int | None = None  # when
         self._why = "start"
 
@@ -211,45 +215,54 @@ class AdaAuto(Schedule):
         before, self._seen = self._seen, sight.step
         if before is None or not sight.norm:
             return  # nobody knows since when they have drifted
-        since = sight.step - before
-        if since < self.levels[self.level].every:
+        here, since = self.levels[self.level], sight.step - before
+        if since < here.every:
             return  # just changed to it: not what this level does
-        fresh = (sight.distance / sight.norm) ** 2 / self.levels[self.level].apart(before, since)
+        fresh = (sight.distance / sight.norm) ** 2 / here.apart(before, since)
+        if fresh > _AMPLIFIED * self.entered:
+            self.bar = self.entered / 2
+            self._change(0, f"left alone, replicas drive each other apart: by {math.sqrt(fresh):.2g} of their length in a step")
+            return
         self.drift += (min(1.0, since / _MEMORY) if self.drift else 1.0) * (fresh - self.drift)
-        self.largest = max(self.largest, self.drift)
+        if self.level == 0:
+            self.largest = max(self.largest, self.drift)
         wanted = self._wanted(self.tolerance * self.largest) if self.largest else self.level
         if wanted != self.level:
-            self._why = f"a step drives replicas apart by {math.sqrt(self.drift):.2g} of their length; it was {math.sqrt(self.largest):.2g} at most"
-            self.level, self.drift = (
-                wanted,
-                0.0,
-            )  # what is seen there may differ: steps are not quite what the frontier takes them for
+            most = math.sqrt(self.largest)
+            self._change(wanted, f"a step drives replicas apart by {math.sqrt(self.drift):.2g} of their length; it was {most:.2g} at most")
 
     def _wanted(self, allowed: float) -> int:
         spreads = [self.drift * level.spread for level in self.levels]
         if spreads[self.level] > allowed * _SLACK:
             return max(k for k, spread in enumerate(spreads) if spread <= allowed)
         higher = self.level + 1
-        return higher if higher < len(spreads) and spreads[higher] <= allowed / _SLACK else self.level
+        may = higher < len(spreads) and spreads[higher] <= allowed / _SLACK and self.drift <= self.bar
+        return higher if may else self.level
+
+    def _change(self, level: int, why: str) -> None:
+        self.entered = self.drift if level else math.inf
+        # What is seen there may differ: steps are not quite what the frontier takes them for.
+        self.level, self.drift, self._why = level, 0.0, why
 
     def sized(self, n: int) -> Schedule:
         return AdaAuto(n, self.tolerance, self.cost)
 
     def succeed(self, other: Schedule) -> None:
         if isinstance(other, AdaAuto):
-            self.largest, self.changes = other.largest, other.changes
+            self.largest, self.bar, self.changes = other.largest, other.bar, other.changes
 
     def describe(self) -> str:
         return "ada-auto" if self.tolerance == _TOLERANCE else f"ada-auto:tolerance={self.tolerance}"
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"level": self.level, "drift": self.drift, "largest": self.largest, "seen": self._seen, "why": self._why}
-        return super().state_dict() | own
+        return super().state_dict() | {key: getattr(self, key) for key in self._KEPT}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.level, self.drift, self.largest = state["level"], state["drift"], state["largest"]
-        self._seen, self._why = state["seen"], state["why"]
+        for key in self._KEPT:
+            setattr(self, key, state[key])
+
+    _KEPT = ("level", "drift", "entered", "largest", "bar", "_seen", "_why")
 
 
 def schedule(what: str | Graph | Schedule, n: int) -> Schedule:
