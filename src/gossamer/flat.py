@@ -6,6 +6,7 @@ What would break that (``.to()``, ``load_state_dict(assign=True)``) is noticed h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -114,11 +115,16 @@ class Flat:
 
     def point_at(self, rows: list[Tensor] | None) -> None:
         """Let the parameters show other rows (one per block), or their own again."""
-        views: dict[str, Tensor] = {}
-        for block, row in zip(self.blocks, rows or [], strict=bool(rows)):
-            views |= {name: view[0] for name, view in block.tensors_of(row.unsqueeze(0)).items()}
+        views = self.views(rows) if rows else {}
         for held in self._held:
-            held.parameter.data = views.get(held.name, held.view)
+            held.parameter.data = views.get(id(held.parameter), held.view)
+
+    def views(self, rows: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Rows (one per block) as tensors of the parameters' shapes, by ``id(parameter)``."""
+        views: dict[str, Tensor] = {}
+        for block, row in zip(self.blocks, rows, strict=True):
+            views |= {name: view[0] for name, view in block.tensors_of(row.reshape(1, -1)).items()}
+        return {id(held.parameter): views[held.name] for held in self._held}
 
     def rest(self) -> list[Tensor]:
         """What is not in the blocks: frozen parameters and buffers."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gossamer.accum_adam import AccumAdam, AccumAdamW
 from gossamer.blocks import Block
 from gossamer.errors import GossamerError
+from gossamer.momentum import SharedMomentum, share
 from gossamer.replicas import Replicas
 
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Rprop")
@@ -82,10 +83,10 @@ class _Place:
 class BlockOptimizer:
     """Clips each replica's gradient and applies the recipe to all rows."""
 
-    def __init__(self, recipe: Recipe, replicas: Replicas) -> None:
+    def __init__(self, recipe: Recipe, replicas: Replicas, shared: SharedMomentum | None = None) -> None:
         if recipe.clip is not None and recipe.clip <= 0:
             raise GossamerError(f"clip={recipe.clip} is out of range; it bounds a norm, so it is above 0")
-        self.recipe, self.replicas = recipe, replicas
+        self.recipe, self.replicas, self.shared = recipe, replicas, shared
         kind = recipe.kind()
         self._options = options = dict(recipe.options)
         # With one row we leave torch's default, so that n=1 equals plain PyTorch bit for bit. With many rows memory traffic
@@ -159,6 +160,16 @@ class BlockOptimizer:
         for optimizer in self.optimizers:
             optimizer.step()
 
+    def averaged(self, step: int) -> None:
+        """All rows are their mean now."""
+        blocks = self.replicas.blocks
+        moved = self.shared.averaged(step, [block.x[:1] for block in blocks]) if self.shared is not None else None
+        if moved is not None:
+            rows = {id(block): row.expand_as(block.x) for block, row in zip(blocks, moved, strict=True)}
+            places: dict[Tensor, _Place] = dict(self._params)
+            for optimizer in self.optimizers:
+                share(optimizer, lambda param: places[param].view(rows[id(places[param].block)]))
+
     def _clip(self, limit: float) -> None:
         """As ``clip_grad_norm_`` does, over all tensors of one replica. Tensor by tensor, so that n=1 rounds as PyTorch does."""
         for i in range(self.replicas.r):
@@ -168,6 +179,8 @@ class BlockOptimizer:
 
     def take(self, rows: Sequence[int]) -> None:
         """After ``replicas.take(rows, …)``: row k goes on with the state of what row ``rows[k]`` was."""
+        if self.shared is not None:
+            self.shared.forget()
         places: dict[Tensor, _Place] = dict(self._params)
         before = {places[param]: state for optimizer in self.optimizers for param, state in optimizer.state.items()}
         self._build()

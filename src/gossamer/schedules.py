@@ -47,6 +47,7 @@ class Sight:
 
 class Schedule(ABC):
     watches = False  # whether it wants to be told what is seen at global averages
+    shares_momentum = False  # whether workers share it at global averages (see momentum.py)
     by_epoch: ClassVar[bool] = False  # whether it depends on the epoch
 
     def __init__(self, n: int) -> None:
@@ -189,6 +190,7 @@ class AdaAuto(Schedule):
     """
 
     watches = True
+    shares_momentum = True
 
     def __init__(self, n: int, tolerance: float = _TOLERANCE, cost: Callable[[Graph], float] | None = None) -> None:
         super().__init__(n)
@@ -229,7 +231,10 @@ class AdaAuto(Schedule):
         wanted = self._wanted(self.tolerance * self.largest) if self.largest else self.level
         if wanted != self.level:
             most = math.sqrt(self.largest)
-            self._change(wanted, f"a step drives replicas apart by {math.sqrt(self.drift):.2g} of their length; it was {most:.2g} at most")
+            self._change(
+                wanted,
+                f"a step drives replicas apart by {math.sqrt(self.drift):.2g} of their length; it was {most:.2g} at most",
+            )
 
     def _wanted(self, allowed: float) -> int:
         spreads = [self.drift * level.spread for level in self.levels]
@@ -303,7 +308,7 @@ class Resized(Schedule):
 
     def __init__(self, planned: Schedule) -> None:
         super().__init__(planned.n)
-        self.planned, self.watches = planned, planned.watches
+        self.planned, self.watches, self.shares_momentum = planned, planned.watches, planned.shares_momentum
         self._made, self._note = planned, ""
 
     def resize(self, n: int) -> None:

@@ -3,6 +3,7 @@
 from gossamer.algorithms.base import Algorithm, Look
 from gossamer.mixer import Mixer
 from gossamer.replicas import Replicas
+from gossamer.rounds import Mean
 
 
 class AdaptWhileCombine(Algorithm):
@@ -21,6 +22,8 @@ class AdaptWhileCombine(Algorithm):
     def finish(self, replicas: Replicas, mixer: Mixer, look: Look) -> None:
         for block in replicas.blocks:
             mixer.finish(block)
+        if isinstance(mixer.round, Mean):
+            self.optimizer.averaged(mixer.step)
         self.optimizer.step()
 
 
@@ -38,3 +41,5 @@ class AdaptThenCombine(Algorithm):
         for block in replicas.blocks:
             mixer.start(block)
             mixer.finish(block)
+        if isinstance(mixer.round, Mean):
+            self.optimizer.averaged(mixer.step)

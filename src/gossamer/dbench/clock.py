@@ -17,7 +17,8 @@ from gossamer.schedules import AdaAuto, Schedule, schedule
 from gossamer.tasks import Task
 
 # In the store: {"cluster": name, "seconds": {method: {replicas: seconds per step}},
-# "graphs": {method: {replicas: {graph: seconds per step}}}}; the latter for schedules that change their graph as training goes, and not by the epoch.
+# "graphs": {method: {replicas: {graph: seconds per step}}}}; the latter for schedules that change their graph as training
+# goes, and not by the epoch.
 KEY = "clock"
 _ITERATIONS = 60
 
