@@ -109,7 +109,7 @@ class DecentralizedDataParallel(Wrapper):
                 f"local_steps={local_steps}: {self.schedule.describe()!r} decides by itself how often to average; leave it at 1"
             )
         if self.schedule.watches and self._exchange is not None:
-            self._mixer.probe = Probe(self._exchange, lambda: self._current_schedule.learnt())
+            self._mixer.probe = Probe(self._exchange, self._rate, lambda: self._current_schedule.learnt())
         self._momentum = SharedMomentum() if self.schedule.shares_momentum and self._exchange is not None else None
         self._shared_with: tuple[int, tuple[int, ...]] | None = None
         self.steps = 0  # done; the one counter
@@ -331,6 +331,10 @@ class DecentralizedDataParallel(Wrapper):
             views = self._flat.views(moved)
             for optimizer in self._gradients:
                 share(optimizer, lambda parameter: views[id(parameter)])
+
+    def _rate(self) -> float:
+        """The learning rate; with several optimizers, or groups, the first one's stands for all."""
+        return float(next(iter(self._gradients)).param_groups[0]["lr"])
 
     @property
     def _current_schedule(self) -> Schedule:

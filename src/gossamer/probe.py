@@ -2,7 +2,7 @@
 without another word.
 
 Beside the parameters a sample of their columns is averaged, with the mean of its square: mean ‖x_i - x̄‖² = mean ‖x_i‖² - ‖x̄‖². That is
-at most 64 KB, and 3 % of a small model. (The averaged parameters themselves would do, but with two workers, or with rounded rows, not
+at most 64 KB, and 3 % of all but tiny models. (The averaged parameters themselves would do, but with two workers, or with rounded rows, not
 all get the same bits of them.)
 """
 
@@ -22,15 +22,19 @@ from gossamer.links import Tag
 from gossamer.rounds import Mean
 from gossamer.schedules import Sight
 
-_WIDTH, _PIECES, _SHARE = 64, 128, 64  # of a row: pieces of so many columns, at most so many of them and one part in so many
-_FEW = 1024  # columns, of which all are looked at
+_SHARE = 64  # of so many columns of a row one is looked at,
+_LEAST, _MOST = 16, 8192  # but not fewer, or more, than these
+_WIDTH = 64  # columns that lie together: of layers, all must have a part
 
 
 class Probe:
-    """``exchange``: if the rows are spread over several processes. ``learnt``: numbers that are to be averaged along."""
+    """``exchange``: if the rows are spread over several processes. ``rate``: the learning rate; it, and the numbers that are ``learnt``, are
+    averaged along."""
 
-    def __init__(self, exchange: Exchange | None, learnt: Callable[[], tuple[float, ...]] = tuple) -> None:
-        self._exchange, self._learnt = exchange, learnt
+    def __init__(
+        self, exchange: Exchange | None, rate: Callable[[], float], learnt: Callable[[], tuple[float, ...]] = tuple
+    ) -> None:
+        self._exchange, self._along = exchange, lambda: (rate(), *learnt())
         self._sight: Sight | None = None
         self._given: tuple[float, ...] = ()
         self._rows: Tensor | None = None  # a sample
@@ -44,11 +48,11 @@ class Probe:
 
     def cost(self, columns: int, n: int) -> int:
         """Bytes per replica of one look at rows of so many columns, as ``Round.cost`` counts them."""
-        return Mean(n).cost(torch.float64.itemsize * (sampled(columns) + 1 + len(self._learnt())))
+        return Mean(n).cost(torch.float64.itemsize * (sampled(columns) + 1 + len(self._along())))
 
     def start(self, block: Block, tag: Tag | None) -> None:
         """When rows set out to be averaged."""
-        self._given, rows = self._learnt(), sample(block.x)
+        self._given, rows = self._along(), sample(block.x)
         if self._exchange is None or tag is None:
             self._rows = rows.clone()
             return
@@ -77,23 +81,23 @@ class Probe:
             length = float(mean.square().sum())
             apart, carried = float(numbers[0]) - length, tuple(numbers[1:].tolist())
         scale = block.x.shape[1] / len(mean)
-        self._sight = Sight(step, math.sqrt(max(0.0, scale * apart)), math.sqrt(scale * length), carried)
+        self._sight = Sight(step, math.sqrt(max(0.0, scale * apart)), math.sqrt(scale * length), *carried[:1], carried[1:])
 
 
 def sample(rows: Tensor) -> Tensor:
     """Some columns of ``[r, D]``, spread evenly, the same ones everywhere; all of them if there are few."""
-    columns = rows.shape[1]
-    pieces = _pieces(columns)
-    if not pieces:
-        return rows
-    stride = columns // pieces
-    return rows[:, : stride * pieces].unflatten(1, (pieces, stride))[:, :, :_WIDTH].flatten(1)
+    pieces, width = _pieces(rows.shape[1])
+    stride = rows.shape[1] // pieces
+    return rows[:, : stride * pieces].unflatten(1, (pieces, stride))[:, :, :width].flatten(1)
 
 
 def sampled(columns: int) -> int:
     """How many columns that is."""
-    return _pieces(columns) * _WIDTH or columns
+    return math.prod(_pieces(columns))
 
 
-def _pieces(columns: int) -> int:
-    return 0 if columns < _FEW else min(_PIECES, max(_FEW // _WIDTH, columns // (_WIDTH * _SHARE)))
+def _pieces(columns: int) -> tuple[int, int]:
+    """How many pieces, and of how many columns each."""
+    wanted = min(columns, _MOST, max(_LEAST, columns // _SHARE))
+    pieces = max(min(wanted, _LEAST), wanted // _WIDTH)
+    return pieces, wanted // pieces

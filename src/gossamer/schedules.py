@@ -36,12 +36,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Sight:
-    """At a global average in ``step``: how far replicas were from their mean (root of the mean square) and the mean's own length; and the
-    mean of the numbers that each worker gave."""
+    """At a global average in ``step``: how far replicas were from their mean (root of the mean square), the mean's own length, and the
+    learning rate; and the mean of the numbers that each worker gave."""
 
     step: int
     distance: float
     norm: float
+    rate: float
     carried: tuple[float, ...] = ()
 
 
@@ -115,9 +116,12 @@ class Fixed(Schedule):
 
 
 _REACH = 0.8
-_TOLERANCE = 0.2
+_TOLERANCE = 0.65  # a mean in every second step is always allowed, if nothing goes wrong: its spread is 0.5
 _MEMORY = 10  # steps after which what was seen before counts for little
-_AMPLIFIED = 1.5  # times the drift (a square) before: more than steps in a straight line can do
+_PATIENCE = 10  # steps with a mean in each before averages become rarer; twice as many if that went wrong soon
+_SOON = 5  # times the patience
+_AMPLIFIED = 2.0  # times the usual noise (a square) at level 0
+_BENT = 2.0  # at most: how much further than in a straight line, as a square, replicas get with momentum
 _SLACK = 1.25  # that much beyond or below what is allowed before anything changes, so that it does not flap
 
 
@@ -182,11 +186,11 @@ class Ada(Schedule):
 class AdaAuto(Schedule):
     """Averages as rarely as the replicas' disagreement allows, and needs no setting: see ``docs/decisions/0005-ada-auto.md``.
 
-    At each global average all workers see how far apart the replicas were, relative to the length of the parameters; the same bits
-    everywhere. From that follows how far one step drives them apart, and how much that was at most while all were averaged in every step.
-    Where gradients are taken, replicas may be apart by ``tolerance`` of that, as mean squares: of the frontier of
-    :mod:`gossamer.frontier`, the cheapest level that keeps to it is approached. As the learning rate falls, averages become rare. If
-    disagreement returns, so do they; and if replicas that are left alone drive each other further apart than steps can, at once.
+    At each global average all workers see how far apart the replicas were, the same bits everywhere. From that and the learning rate
+    follows the noise: how far one step would drive them apart at a learning rate of 1. ``pace``: how far it does now, as a part of
+    what it did at most. Where gradients are taken, replicas may be apart by ``tolerance``, as mean squares, in steps of that
+    size: less when the learning rate is smaller, in proportion. Of the frontier of :mod:`gossamer.frontier` the cheapest level that
+    keeps to it is approached. If disagreement returns, so do averages.
     """
 
     watches = True
@@ -199,9 +203,11 @@ class AdaAuto(Schedule):
         self.tolerance = tolerance
         self.cost, self.levels = cost, frontier(n, cost)
         self.level = 0
-        # Of one step, as squares: the drift at this level; when it was entered; the largest at level 0; and from which drift on the next
-        # level may be tried again, if that went wrong.
-        self.drift, self.entered, self.largest, self.bar = 0.0, math.inf, 0.0, math.inf
+        self.noise, self.usual = 0.0, 0.0  # squares: now, and at level 0
+        self.fastest = 0.0  # the largest learning rate so far
+        # At this level: since when; how much further one step drives replicas than one of several in a row, 0 if not known yet.
+        self.entered, self.bent = 0, 1.0
+        self.patience, self.until = _PATIENCE, 0  # how long, and until when, level 0 is kept
         self._seen: int | None = None  # when
         self._why = "start"
 
@@ -209,52 +215,61 @@ class AdaAuto(Schedule):
         return self.levels[self.level].graph, self._why
 
     def learnt(self) -> tuple[float, ...]:
-        return self.drift, self.largest
+        return self.noise, self.usual, self.fastest
 
     def observe(self, sight: Sight) -> None:
         # What each had learnt travels along and is averaged: so somebody who came later, or missed a sight, learns it too.
-        self.drift, self.largest = sight.carried
+        self.noise, self.usual, self.fastest = sight.carried
         before, self._seen = self._seen, sight.step
-        if before is None or not sight.norm:
-            return  # nobody knows since when they have drifted
+        if before is None:
+            self.until = sight.step + self.patience
+        if before is None or not sight.rate or not sight.distance:
+            return  # nobody knows since when they have drifted, or they have not
         here, since = self.levels[self.level], sight.step - before
         if since < here.every:
             return  # just changed to it: not what this level does
-        fresh = (sight.distance / sight.norm) ** 2 / here.apart(before, since)
-        if fresh > _AMPLIFIED * self.entered:
-            self.bar = self.entered / 2
-            self._change(0, f"left alone, replicas drive each other apart: by {math.sqrt(fresh):.2g} of their length in a step")
-            return
-        self.drift += (min(1.0, since / _MEMORY) if self.drift else 1.0) * (fresh - self.drift)
+        self._look(sight.distance**2 / here.apart(before, since) / sight.rate**2, since, here.every)
+        self.fastest = max(self.fastest, sight.rate)
         if self.level == 0:
-            self.largest = max(self.largest, self.drift)
-        wanted = self._wanted(self.tolerance * self.largest) if self.largest else self.level
+            self.usual = self.noise
+        pace = math.sqrt(self.noise / self.usual) * sight.rate / self.fastest
+        wanted = self._wanted(pace, sight.step)
         if wanted != self.level:
-            most = math.sqrt(self.largest)
-            self._change(
-                wanted,
-                f"a step drives replicas apart by {math.sqrt(self.drift):.2g} of their length; it was {most:.2g} at most",
-            )
+            apart = math.sqrt(self.noise) * sight.rate / sight.norm if sight.norm else math.inf
+            self._change(wanted, sight.step, f"a step drives replicas apart by {apart:.1%} of their length, {pace:.2g} times the most so far")
 
-    def _wanted(self, allowed: float) -> int:
-        spreads = [self.drift * level.spread for level in self.levels]
-        if spreads[self.level] > allowed * _SLACK:
-            return max(k for k, spread in enumerate(spreads) if spread <= allowed)
+    def _look(self, fresh: float, since: int, every: int) -> None:
+        if not self.bent:  # the first look at this level: the noise is still what it was when it was entered
+            self.bent = min(max(1 / _BENT, self.noise / fresh), every)
+        self.noise += (min(1.0, since / _MEMORY) if self.noise else 1.0) * (self.bent * fresh - self.noise)
+
+    def _wanted(self, pace: float, step: int) -> int:
+        if self.level and self.noise > _AMPLIFIED * self.usual:
+            return 0
+        spreads = [pace * level.spread for level in self.levels]
+        if spreads[self.level] > self.tolerance * _SLACK:
+            return max(k for k, spread in enumerate(spreads) if spread <= self.tolerance)
         higher = self.level + 1
-        may = higher < len(spreads) and spreads[higher] <= allowed / _SLACK and self.drift <= self.bar
+        may = step >= self.until and higher < len(spreads) and spreads[higher] <= self.tolerance / _SLACK
         return higher if may else self.level
 
-    def _change(self, level: int, why: str) -> None:
-        self.entered = self.drift if level else math.inf
-        # What is seen there may differ: steps are not quite what the frontier takes them for.
-        self.level, self.drift, self._why = level, 0.0, why
+    def _change(self, level: int, step: int, why: str) -> None:
+        if level == 0:
+            soon = step - self.entered < _SOON * self.patience
+            self.patience = 2 * self.patience if soon else _PATIENCE
+            self.until = step + self.patience
+            why = f"disagreement returns: {why}"
+        if not self.level or not level:
+            self.entered = step  # level 0, or the ones above it
+        self.level, self.bent, self._why = level, 0.0 if level else 1.0, why
 
     def sized(self, n: int) -> Schedule:
         return AdaAuto(n, self.tolerance, self.cost)
 
     def succeed(self, other: Schedule) -> None:
         if isinstance(other, AdaAuto):
-            self.largest, self.bar, self.changes = other.largest, other.bar, other.changes
+            for key in ("usual", "fastest", "patience", "changes"):
+                setattr(self, key, getattr(other, key))
 
     def describe(self) -> str:
         return "ada-auto" if self.tolerance == _TOLERANCE else f"ada-auto:tolerance={self.tolerance}"
@@ -267,7 +282,7 @@ class AdaAuto(Schedule):
         for key in self._KEPT:
             setattr(self, key, state[key])
 
-    _KEPT = ("level", "drift", "entered", "largest", "bar", "_seen", "_why")
+    _KEPT = ("level", "noise", "usual", "fastest", "entered", "bent", "patience", "until", "_seen", "_why")
 
 
 def schedule(what: str | Graph | Schedule, n: int) -> Schedule:

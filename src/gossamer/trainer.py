@@ -149,6 +149,7 @@ class Trainer:
         self.bytes = 0  # received by each replica so far
         self.history: list[EpochRecord] = []
         self.signals: dict[str, float] = {}
+        self._rate = self.settings.optimizer.lr  # now
         self._epoch_loss = torch.zeros((), dtype=torch.float64)
         self._epoch_degree = 0
         self.seconds = 0.0
@@ -190,7 +191,8 @@ class Trainer:
             self._take_part(self.attendance.members(t))
         graph = self.schedule.graph(t, epoch, self.settings.epochs, self.signals)
         self.mixer.round = Mean(graph.n) if self.algorithm.averages_gradients else graph.round(t)
-        self.algorithm.optimizer.set_lr(self.learning_rate.at(t, self.steps, len(self.members)))
+        self._rate = self.learning_rate.at(t, self.steps, len(self.members))
+        self.algorithm.optimizer.set_lr(self._rate)
         self.mixer.step = t
         self.bytes += self.mixer.cost(self.replicas.row_bytes)
         self.algorithm.begin(self.replicas, self.mixer, self._look)
@@ -230,7 +232,7 @@ class Trainer:
     def _new_mixer(self, n: int) -> Mixer:
         mixer = Mixer(n, self.exchange, self.settings.wire)
         if self.schedule.watches and n > 1:
-            mixer.probe = Probe(self.exchange, self.schedule.learnt)
+            mixer.probe = Probe(self.exchange, lambda: self._rate, self.schedule.learnt)
         return mixer
 
     def _check(self, losses: torch.Tensor, t: int) -> None:
