@@ -21,7 +21,6 @@ ORDER = (
     "complete",
     "ada-auto",
     "ada",
-    "periodic:every=8",
     "periodic:every=8,gap=1",
     "exponential",
     "one-peer-exponential",

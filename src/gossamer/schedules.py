@@ -236,7 +236,11 @@ class AdaAuto(Schedule):
         wanted = self._wanted(pace, sight.step)
         if wanted != self.level:
             apart = math.sqrt(self.noise) * sight.rate / sight.norm if sight.norm else math.inf
-            self._change(wanted, sight.step, f"a step drives replicas apart by {apart:.1%} of their length, {pace:.2g} times the most so far")
+            self._change(
+                wanted,
+                sight.step,
+                f"a step drives replicas apart by {apart:.1%} of their length, {pace:.2g} times the most so far",
+            )
 
     def _look(self, fresh: float, since: int, every: int) -> None:
         if not self.bent:  # the first look at this level: the noise is still what it was when it was entered
