@@ -28,8 +28,8 @@ _WIDTH = 64  # columns that lie together: of layers, all must have a part
 
 
 class Probe:
-    """``exchange``: if the rows are spread over several processes. ``rate``: the learning rate; it, and the numbers that are ``learnt``, are
-    averaged along."""
+    """``exchange``: if the rows are spread over several processes. ``rate``: the learning rate; it is averaged along, and so are the
+    numbers that are ``learnt``."""
 
     def __init__(
         self, exchange: Exchange | None, rate: Callable[[], float], learnt: Callable[[], tuple[float, ...]] = tuple
@@ -81,7 +81,7 @@ class Probe:
             length = float(mean.square().sum())
             apart, carried = float(numbers[0]) - length, tuple(numbers[1:].tolist())
         scale = block.x.shape[1] / len(mean)
-        self._sight = Sight(step, math.sqrt(max(0.0, scale * apart)), math.sqrt(scale * length), *carried[:1], carried[1:])
+        self._sight = Sight(step, math.sqrt(max(0.0, scale * apart)), math.sqrt(scale * length), carried[0], carried[1:])
 
 
 def sample(rows: Tensor) -> Tensor:
