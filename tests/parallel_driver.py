@@ -1084,6 +1084,35 @@ def ada_thins_out_its_graph(world):
 
 
 @case(2, 3, 4)
+def means_in_8_bits_take_a_quarter_of_the_bytes_and_are_the_same_for_all(world):
+    def wide():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+
+    eight, before = "periodic:every=1,bits=8", flat(wide())
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(world.rank))
+    for order in ("atc", "awc"):
+        received, rows = {}, {}
+        for graph, copy in (("complete", False), (eight, False), (eight, True)):
+            model = world.model(wide(), graph, order=order, send_copy=copy)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            model.gossip(optimizer)
+            for _ in range(6):
+                so_far = model.traffic.received
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+                received[graph, copy] = model.traffic.received - so_far  # the first one is a whole mean
+            rows[graph, copy] = world.rows(model)
+            if graph == eight and order == "atc" and not copy:
+                assert world.same(flat(model))
+        moved = float((rows["complete", False] - before).abs().max())
+        for copy in (False, True):
+            close(rows[eight, copy], rows["complete", False], 0.02 * moved)
+            assert received[eight, copy] <= 0.27 * received["complete", False]
+
+
+@case(2, 3, 4)
 def ada_that_decides_by_itself_decides_as_in_one_process(world):
     steps, n = 60, world.size
     generator = torch.Generator().manual_seed(3)

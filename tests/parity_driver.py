@@ -51,6 +51,8 @@ def cases():
     falling = replace(base, learning_rate=LearningRate(0.05, shape=WarmupCosine()))
     for order in ("dsgd-awc", "dsgd-atc"):
         yield f"double {order} ada-auto", exact, replace(falling, algorithm=order), "ada-auto"
+    for order in ("dsgd-awc", "dsgd-atc"):
+        yield f"double {order} 8 bits", exact, replace(base, algorithm=order), "periodic:every=2,bits=8"
     for graph in ("one-peer-exponential", "ring"):
         # In double, because what differs in the last digit may be rounded to another bfloat16.
         yield f"double bfloat16 wire, {graph}", exact, replace(base, wire="bfloat16"), graph

@@ -27,7 +27,7 @@ from tests.models import mlp, stopped_and_loaded, task
 @given(st.integers(2, 40))
 def test_each_level_costs_less_and_lets_replicas_further_apart(n):
     levels = frontier(n)
-    assert levels[0].graph.round(0) == Mean(n)
+    assert levels[0].graph.round(0) == Mean(n, 8)
     assert levels[0].spread == 0
     for one, next_ in itertools.pairwise(levels):
         assert next_.cost < one.cost

@@ -102,17 +102,18 @@ class Exchange:
         scratch: tuple[Tensor, Tensor] | None = None,
         what: str = "step",
         between: Between | None = None,
+        unit: int = 1,
     ) -> Flight:
         """``out [r, D]`` <- my rows of ``apply`` over the rows of all members. ``apply(x, y)`` fills y from x, both
         ``[members · r, some columns]``, rows in the order of members; ``scratch`` is room for them. ``between``: an exchange
-        with others than the members before ``apply``, by edges, of what ``prepare(x)`` made."""
+        with others than the members before ``apply``, by edges, of what ``prepare(x)`` made. ``unit``: columns that must stay together."""
         r, width = rows.shape
         me = members.index(self.rank)
-        owned = [columns(width, len(members), k) for k in range(len(members))]
+        owned = [columns(width, len(members), k, unit) for k in range(len(members))]
         mine = owned[me]
         # With an exchange between others and others, everybody hangs on everybody.
         flight = Flight(self, what, tag, frozenset(self.living[q] for q in (members if between is None else range(self.size))))
-        x, y = scratch or tuple(rows.new_empty(2, len(members) * r, self.owned(width, members)))
+        x, y = scratch or tuple(rows.new_empty(2, len(members) * r, self.owned(width, members, unit)))
         others = [(k, peer) for k, peer in enumerate(members) if k != me]
         place = {k: slice(k * r, (k + 1) * r) for k in range(len(members))}
         out_1 = self._messages([(peer, rows[:, owned[k]]) for k, peer in others], tag, True)
@@ -143,9 +144,9 @@ class Exchange:
             later.insert(0, meet)
         return self._start(flight, out_1, in_1, later, kept)
 
-    def owned(self, width: int, members: Sequence[int]) -> int:
+    def owned(self, width: int, members: Sequence[int], unit: int = 1) -> int:
         """How many of the columns are mine."""
-        mine = columns(width, len(members), members.index(self.rank))
+        mine = columns(width, len(members), members.index(self.rank), unit)
         return mine.stop - mine.start
 
     # --- What all processes do together, outside of a step ----------------------------------------------------------------
@@ -359,9 +360,12 @@ def _close_all() -> None:
     _open.clear()
 
 
-def columns(width: int, members: int, k: int) -> slice:
-    """The columns that the k-th member owns. In multiples of 16, so that they start on a line of the cache."""
-    share = -(-width // members // 16) * 16 if width >= 16 * members else -(-width // members)
+def columns(width: int, members: int, k: int, unit: int = 1) -> slice:
+    """The columns that the k-th member owns. ``unit``: so many must stay together. If any can be cut off, then in multiples of 16, so
+    that they start on a line of the cache."""
+    if unit == 1 and width >= 16 * members:
+        unit = 16
+    share = -(-width // members // unit) * unit
     return slice(min(k * share, width), min((k + 1) * share, width))
 
 

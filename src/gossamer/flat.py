@@ -115,16 +115,17 @@ class Flat:
 
     def point_at(self, rows: list[Tensor] | None) -> None:
         """Let the parameters show other rows (one per block), or their own again."""
-        views = self.views(rows) if rows else {}
+        views = self.views(rows or [None] * len(self.blocks))
         for held in self._held:
             held.parameter.data = views.get(id(held.parameter), held.view)
 
-    def views(self, rows: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Rows (one per block) as tensors of the parameters' shapes, by ``id(parameter)``."""
+    def views(self, rows: Sequence[Tensor | None]) -> dict[int, Tensor]:
+        """Rows (one per block, or none) as tensors of the parameters' shapes, by ``id(parameter)``."""
         views: dict[str, Tensor] = {}
         for block, row in zip(self.blocks, rows, strict=True):
-            views |= {name: view[0] for name, view in block.tensors_of(row.reshape(1, -1)).items()}
-        return {id(held.parameter): views[held.name] for held in self._held}
+            if row is not None:
+                views |= {name: view[0] for name, view in block.tensors_of(row.reshape(1, -1)).items()}
+        return {id(held.parameter): views[held.name] for held in self._held if held.name in views}
 
     def rest(self) -> list[Tensor]:
         """What is not in the blocks: frozen parameters and buffers."""

@@ -63,11 +63,15 @@ class _Drift:
 
 def frontier(n: int, cost: Callable[[Graph], float] | None = None) -> tuple[Level, ...]:
     """From the mean of all in every step to one in every 64, whatever no other way beats in both spread and cost. All of them
-    have means of all: that is where all workers see the same. ``cost``: by default the rows that each worker receives per step."""
+    have means of all: that is where all workers see the same. They travel in 8 bits, which costs a quarter and, unlike everything else
+    that makes averages cheaper, next to nothing in training. ``cost``: by default the rows that each worker receives per step."""
     if n == 1:
         return (Level(graphs.complete(1), 0.0, 0.0),)
     ways = [
-        graphs.periodic(n, every=every, **({"gap": gap} if gap else {})) for every in _EVERY for gap in _GAPS if gap < every
+        graphs.periodic(n, every=every, **({"gap": gap} if gap else {}), bits=8)
+        for every in _EVERY
+        for gap in _GAPS
+        if gap < every
     ]
     kept: list[Level] = []
     for level in sorted((Level.of(way, cost) for way in ways), key=lambda level: (level.spread, level.cost)):

@@ -214,16 +214,19 @@ def _one_peer_exponential(n: int) -> list[Permutation]:
 
 
 @_family
-def periodic(n: int, every: int = 8, gap: int = 0) -> Sequence[Round]:
-    """The mean of all in every ``every``-th step. Between: nothing (local steps), or one peer in every ``gap``-th step."""
+def periodic(n: int, every: int = 8, gap: int = 0, bits: int = 32) -> Sequence[Round]:
+    """The mean of all in every ``every``-th step. Between: nothing (local steps), or one peer in every ``gap``-th step. ``bits``: 8 for
+    means of how far each has moved, rounded, which take a quarter of the bytes."""
     for what, value, least in (("every", every, 1), ("gap", gap, 0)):
         if value < least:
             raise GossamerError(f"periodic: {what}={value} is out of range; it is at least {least}")
+    if bits not in (8, 32):
+        raise GossamerError(f"periodic: bits={bits} is not known; means travel in 32 or 8 bits")
     peers = _one_peer_exponential(n) if gap else []
     rounds: list[Round] = []
     for t in range(math.lcm(every, gap * len(peers)) if gap else every):
         if (t + 1) % every == 0:
-            rounds.append(Mean(n))
+            rounds.append(Mean(n, bits))
         else:
             rounds.append(peers[t // gap % len(peers)] if gap and (t + 1) % gap == 0 else identity(n))
     return rounds

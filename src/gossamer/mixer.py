@@ -6,19 +6,20 @@ computes. Whoever uses it never knows how many processes there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from gossamer import mixing
+from gossamer import codec, mixing
 from gossamer.blocks import Block
 from gossamer.errors import GossamerError
 from gossamer.exchange import Between, Exchange
 from gossamer.flights import Flight
 from gossamer.links import Tag
+from gossamer.movement import Movement, mean_of_codes
 from gossamer.plans import Plan, plan, rows_of
 from gossamer.probe import Probe
 from gossamer.rounds import Hosts, Mean, Round
@@ -36,6 +37,7 @@ class _Mixing:
     received: Tensor | None = None  # edges: what arrives, a row each
     result: Tensor | None = None  # slices: what comes back
     snapshot: Tensor | None = None  # the rows as they were sent, if not straight out of the block
+    codes: Tensor | None = None  # few bits: what comes back
 
 
 class Mixer:
@@ -52,12 +54,15 @@ class Mixer:
         self.step = 0
         self.probe: Probe | None = None  # looks at the first block whenever all are averaged, if somebody wants to know
         self._probed: Block | None = None
+        self._movements: dict[int, Movement] = {}  # of the blocks that have a mean that all know
+        self._moved: dict[int, Tensor] = {}  # in one process: how far all have moved
         self._mixing: dict[int, _Mixing] = {}
         self._departures: dict[int, Flight] = {}  # sent from a copy, perhaps not yet taken by their receivers
         self._buffers: dict[tuple[int, str, torch.dtype], Tensor] = {}
 
     def resize(self) -> None:
         """Other processes take part than before."""
+        self._movements.clear()
         if self.exchange is not None:
             self.n = self._per_process * self.exchange.size
             self.rows = rows_of(self.exchange.rank, self.n, self.exchange.size)
@@ -69,9 +74,14 @@ class Mixer:
 
     def cost(self, row_bytes: int) -> int:
         """Bytes of this Round per replica, as ``Round.cost`` defines them, with what the wire saves and a look costs."""
+        round_ = self.round if self._movements or not self._in_few_bits else Mean(self.round.n)
         looks = self.probe is not None and isinstance(self.round, Mean)
         seen = self.probe.cost(row_bytes // torch.float32.itemsize, self.round.n) if self.probe is not None and looks else 0
-        return self.round.cost(row_bytes, self.edge_share(torch.float32)) + seen
+        return round_.cost(row_bytes, self.edge_share(torch.float32)) + seen
+
+    @property
+    def _in_few_bits(self) -> bool:
+        return isinstance(self.round, Mean) and self.round.bits < 32 and self.round.n > 1
 
     # --- Start and finish ------------------------------------------------------------------------------------------------
 
@@ -79,14 +89,20 @@ class Mixer:
         """Start to mix ``block.x``. It may be read, not changed, until ``finish`` (but see ``send_copy``)."""
         share = self.edge_share(block.dtype)
         rounded = share < 1 and self.round.verb(share) == "edges"
+        movement = self._movements.get(id(block)) if self._in_few_bits else None
         if self.exchange is None:
             self._look(block, None)
+            if movement is not None:
+                self._moved[id(block)] = movement.mixed(block.x)
+                return
             (mixing.mix_rounded if rounded else mixing.mix)(self.round, block.x, block.spare)
             return
         made = plan(self.round, self.exchange.size, self.exchange.rank, rounded)
         state = self._mixing[id(block)] = _Mixing(self.round, made)
         tag = self.exchange.step_tag(self.step)
-        if made.verb == "edges":
+        if movement is not None:
+            self._start_codes(block, state, tag, movement)
+        elif made.verb == "edges":
             self._start_edges(block, state, tag, rounded)
         elif made.verb in ("slices", "hosts"):
             self._start_slices(block, state, tag)
@@ -148,6 +164,25 @@ class Mixer:
         apply, between = self._between(block, state, mine)
         state.flight = self.exchange.slices(rows, state.result, members, apply, tag, (x, y), between=between)
 
+    def _start_codes(self, block: Block, state: _Mixing, tag: Tag, movement: Movement) -> None:
+        """As slices, but every row travels, not the mean of mine: it would be rounded once more."""
+        assert self.exchange is not None
+        rows = block.x
+        if self.send_copy:
+            rows = state.snapshot = self._buffer(block, "snapshot", block.r, block.dtype)
+            rows.copy_(block.x)
+        wide, members, n = codec.width(rows.shape[1]), state.plan.members, state.round.n
+        mine = self.exchange.owned(wide, members, codec.UNIT)
+        sent, state.codes = (self._buffer(block, what, block.r, torch.uint8, wide) for what in ("codes", "codes back"))
+        x, y = (self._buffer(block, what, n, torch.uint8, mine) for what in ("code columns", "mixed code columns"))
+        movement.encode(rows, sent)
+
+        def apply(x: Tensor, y: Tensor) -> None:
+            mean_of_codes(x, n, mine // codec.UNIT * codec.SPAN, y[0])
+            y[1:] = y[:1]
+
+        state.flight = self.exchange.slices(sent, state.codes, members, apply, tag, (x, y), unit=codec.UNIT)
+
     def _between(self, block: Block, state: _Mixing, mine: int) -> tuple[Callable[[Tensor, Tensor], object], Between]:
         """Hosts: my columns of my host's mean go to the worker with my place on another host, and its come to me."""
         hosts, plan_, place = state.round, state.plan.between, state.plan.place
@@ -169,16 +204,49 @@ class Mixer:
     def finish(self, block: Block) -> None:
         """The mixed rows are there and become ``block.x``, which is another buffer than before."""
         state = self._mixing.pop(id(block), None)
+        moved = self._moved.pop(id(block), None)
         if state is not None:
             self._combine(block, state)
+        elif moved is not None:
+            block.spare.copy_(self._movements[id(block)].arrive(moved, self.step).expand_as(block.x))
         block.swap()
+        self._agree(block, block.x[0])
         self._see(block)
+
+    def _agree(self, block: Block, mean: Tensor) -> None:
+        """The first mean of those that will be in few bits."""
+        if self._in_few_bits and id(block) not in self._movements:
+            self._movements[id(block)] = Movement(mean, self.step)
+
+    def _arrived(self, block: Block, state: _Mixing) -> Tensor:
+        """The mean that the codes lead to."""
+        assert state.codes is not None
+        moved = torch.empty(block.x.shape[1], dtype=torch.float32, device=block.x.device)
+        codec.decode(state.codes[0], moved)
+        return self._movements[id(block)].arrive(moved, self.step)
+
+    def moved(self, block: Block) -> Tensor | None:
+        """How far the last mean went in a step, on the average; None if it took one step only, or nobody knows."""
+        movement = self._movements.get(id(block))
+        if movement is None or movement.moved is None or movement.step != self.step or movement.steps < 2:
+            return None
+        return movement.moved / movement.steps
+
+    def state_dict(self, blocks: Sequence[Block]) -> list[dict[str, Any] | None]:
+        """What all know, of each block."""
+        return [movement.state_dict() if (movement := self._movements.get(id(block))) else None for block in blocks]
+
+    def load_state_dict(self, blocks: Sequence[Block], state: list[dict[str, Any] | None]) -> None:
+        """``state``: of all blocks, or nothing at all if it is from before there was any."""
+        self._movements = {id(block): Movement.of(held) for block, held in zip(blocks, state, strict=bool(state)) if held}
 
     def _combine(self, block: Block, state: _Mixing) -> None:
         x, out = block.x, block.spare
         if state.flight is not None:
             state.flight.wait()
-        if state.result is not None:
+        if state.codes is not None:
+            out.copy_(self._arrived(block, state).expand_as(out))
+        elif state.result is not None:
             out.copy_(state.result.expand_as(out))
         elif state.plan.verb == "none":
             out.copy_(x)
@@ -206,10 +274,13 @@ class Mixer:
         if state.flight.in_vain:
             return  # some of the mixed row is missing, so all of it is: the Round is the identity for me
         x = block.x[0]
-        if state.result is not None and state.snapshot is not None:
-            mixing.correct(x, state.snapshot[0], [(1.0, state.result[0])])
-        elif state.result is not None:
-            x.copy_(state.result[0])
+        mean = self._arrived(block, state) if state.codes is not None else None if state.result is None else state.result[0]
+        if mean is not None:
+            self._agree(block, mean)
+        if mean is not None and state.snapshot is not None:
+            mixing.correct(x, state.snapshot[0], [(1.0, mean)])
+        elif mean is not None:
+            x.copy_(mean)
         elif state.snapshot is not None:
             mixing.correct(x, state.snapshot[0], self._terms(state)[1])
         else:

@@ -9,8 +9,7 @@ For ``torch.optim.SGD`` with momentum; whatever has no ``momentum_buffer`` is le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,31 +17,9 @@ from torch import Tensor
 from gossamer.errors import GossamerError
 
 
-class SharedMomentum:
-    def __init__(self) -> None:
-        self._last: tuple[int, list[Tensor]] | None = None  # the step of the last average, and what it was
-
-    def averaged(self, step: int, means: Sequence[Tensor]) -> list[Tensor] | None:
-        """How far the average went in each step since the last one, backwards (as gradients point); None after the first."""
-        before, self._last = self._last, (step, [mean.clone() for mean in means])
-        if before is None or [mean.shape for mean in before[1]] != [mean.shape for mean in means]:
-            return None
-        return [(then - now) / (step - before[0]) for then, now in zip(before[1], means, strict=True)]
-
-    def forget(self) -> None:
-        """Others take part now."""
-        self._last = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self._last is None else {"step": self._last[0], "means": self._last[1]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._last = (state["step"], list(state["means"])) if state else None
-
-
 @torch.no_grad()
-def share(optimizer: torch.optim.Optimizer, moved: Callable[[Tensor], Tensor]) -> None:
-    """``moved(parameter)``: how far its average went in a step, backwards."""
+def share(optimizer: torch.optim.Optimizer, moved: Callable[[Tensor], Tensor | None]) -> None:
+    """``moved(parameter)``: how far its average went in a step, if it is known."""
     for group in optimizer.param_groups:
         if group.get("dampening"):
             raise GossamerError(
@@ -50,5 +27,6 @@ def share(optimizer: torch.optim.Optimizer, moved: Callable[[Tensor], Tensor]) -
             )
         for parameter in group["params"] if group["lr"] else ():
             buffer = optimizer.state.get(parameter, {}).get("momentum_buffer")
-            if buffer is not None:
-                torch.div(moved(parameter), float(group["lr"]), out=buffer)
+            far = moved(parameter) if buffer is not None else None
+            if far is not None:
+                torch.div(far, -float(group["lr"]), out=buffer)  # as gradients point

@@ -6,7 +6,7 @@ would mix replicas there: they get one instance per replica. Momentum and moment
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gossamer.accum_adam import AccumAdam, AccumAdamW
 from gossamer.blocks import Block
 from gossamer.errors import GossamerError
-from gossamer.momentum import SharedMomentum, share
+from gossamer.momentum import share
 from gossamer.replicas import Replicas
 
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Rprop")
@@ -83,10 +83,10 @@ class _Place:
 class BlockOptimizer:
     """Clips each replica's gradient and applies the recipe to all rows."""
 
-    def __init__(self, recipe: Recipe, replicas: Replicas, shared: SharedMomentum | None = None) -> None:
+    def __init__(self, recipe: Recipe, replicas: Replicas, shares_momentum: bool = False) -> None:
         if recipe.clip is not None and recipe.clip <= 0:
             raise GossamerError(f"clip={recipe.clip} is out of range; it bounds a norm, so it is above 0")
-        self.recipe, self.replicas, self.shared = recipe, replicas, shared
+        self.recipe, self.replicas, self.shares_momentum = recipe, replicas, shares_momentum
         kind = recipe.kind()
         self._options = options = dict(recipe.options)
         # With one row we leave torch's default, so that n=1 equals plain PyTorch bit for bit. With many rows memory traffic
@@ -160,15 +160,18 @@ class BlockOptimizer:
         for optimizer in self.optimizers:
             optimizer.step()
 
-    def averaged(self, step: int) -> None:
-        """All rows are their mean now."""
-        blocks = self.replicas.blocks
-        moved = self.shared.averaged(step, [block.x[:1] for block in blocks]) if self.shared is not None else None
-        if moved is not None:
-            rows = {id(block): row.expand_as(block.x) for block, row in zip(blocks, moved, strict=True)}
-            places: dict[Tensor, _Place] = dict(self._params)
-            for optimizer in self.optimizers:
-                share(optimizer, lambda param: places[param].view(rows[id(places[param].block)]))
+    def share_momentum(self, moved: Callable[[Block], Tensor | None]) -> None:
+        """After rows were mixed, if momentum is shared. ``moved(block)``: how far their mean went in a step, if all are their mean now."""
+        rows = {id(block): row for block in self.replicas.blocks if self.shares_momentum and (row := moved(block)) is not None}
+        places: dict[Tensor, _Place] = dict(self._params)
+
+        def of(param: Tensor) -> Tensor | None:
+            place = places[param]
+            row = rows.get(id(place.block))
+            return None if row is None else place.view(row.expand_as(place.block.x))
+
+        for optimizer in self.optimizers if rows else ():
+            share(optimizer, of)
 
     def _clip(self, limit: float) -> None:
         """As ``clip_grad_norm_`` does, over all tensors of one replica. Tensor by tensor, so that n=1 rounds as PyTorch does."""
@@ -179,8 +182,6 @@ class BlockOptimizer:
 
     def take(self, rows: Sequence[int]) -> None:
         """After ``replicas.take(rows, …)``: row k goes on with the state of what row ``rows[k]`` was."""
-        if self.shared is not None:
-            self.shared.forget()
         places: dict[Tensor, _Place] = dict(self._params)
         before = {places[param]: state for optimizer in self.optimizers for param, state in optimizer.state.items()}
         self._build()

@@ -37,7 +37,7 @@ from gossamer.gradients import Gradients
 from gossamer.graphs import Graph, told_hosts
 from gossamer.links import open_link
 from gossamer.mixer import Mixer, Wire
-from gossamer.momentum import SharedMomentum, share
+from gossamer.momentum import share
 from gossamer.probe import Probe
 from gossamer.profile import Profile
 from gossamer.roster import Change
@@ -110,8 +110,6 @@ class DecentralizedDataParallel(Wrapper):
             )
         if self.schedule.watches and self._exchange is not None:
             self._mixer.probe = Probe(self._exchange, self._rate, lambda: self._current_schedule.learnt())
-        self._momentum = SharedMomentum() if self.schedule.shares_momentum and self._exchange is not None else None
-        self._shared_with: tuple[int, tuple[int, ...]] | None = None
         self.steps = 0  # done; the one counter
         self.profiles: list[Profile] = []
         self.signals: dict[str, float] = {}
@@ -313,24 +311,15 @@ class DecentralizedDataParallel(Wrapper):
         if self._mixer.probe is not None and (sight := self._mixer.probe.taken()):
             self._current_schedule.observe(sight)
             self.schedule.succeed(self._current_schedule)
-            if self._momentum is not None:
-                self._share_momentum(self._momentum)
+        if self.schedule.shares_momentum:
+            self._share_momentum()
 
-    @property
-    def _members_now(self) -> tuple[int, tuple[int, ...]]:
-        assert self._exchange is not None
-        return self._exchange.link.epoch, self._exchange.living
-
-    def _share_momentum(self, shared: SharedMomentum) -> None:
-        """All parameters are their mean now."""
-        if self._members_now != self._shared_with:
-            shared.forget()
-            self._shared_with = self._members_now
-        moved = shared.averaged(self.steps, [block.x for block in self._flat.blocks])
-        if moved is not None:
-            views = self._flat.views(moved)
-            for optimizer in self._gradients:
-                share(optimizer, lambda parameter: views[id(parameter)])
+    def _share_momentum(self) -> None:
+        """If all parameters are their mean now."""
+        moved = [self._mixer.moved(block) for block in self._flat.blocks]
+        views = self._flat.views(moved) if any(row is not None for row in moved) else {}
+        for optimizer in self._gradients if views else ():
+            share(optimizer, lambda parameter: views.get(id(parameter)))
 
     def _rate(self) -> float:
         """The learning rate; with several optimizers, or groups, the first one's stands for all."""
@@ -535,13 +524,11 @@ class DecentralizedDataParallel(Wrapper):
 
     def _capture(self, also: Mapping[str, Any]) -> dict[str, Any]:
         state = state_of_worker.capture(self._bare(), list(self._gradients), self.schedule, self.signals, also)
-        return state | {"momentum": self._momentum.state_dict() if self._momentum is not None else {}}
+        return state | {"means": self._mixer.state_dict(self._flat.blocks)}
 
     def _restore(self, state: dict[str, Any], where: str, also: Mapping[str, Any]) -> None:
         self.signals = state_of_worker.restore(state, where, self._bare(), list(self._gradients), self.schedule, also)
-        if self._momentum is not None:
-            self._momentum.load_state_dict(state["momentum"])
-            self._shared_with = self._members_now
+        self._mixer.load_state_dict(self._flat.blocks, state.get("means", []))
 
     def _setup(self) -> dict[str, str]:
         graph = ALL_REDUCE if self.averages_gradients else self.schedule.describe()

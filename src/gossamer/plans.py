@@ -71,7 +71,8 @@ def plan(round_: Round, p: int, process: int, quantized: bool = False) -> Plan:
     mine = rows_of(process, n, p)
     if p == 1 or round_.degree == 0:
         return Plan("none")
-    if isinstance(round_, Mean) and p > 2 and not quantized:  # no need to look at n² weights
+    # No need to look at n² weights; and rows that move in few bits need a mean that is the same for all, to the bit.
+    if isinstance(round_, Mean) and (p > 2 or round_.bits < 32) and not quantized:
         return Plan("slices", members=tuple(range(p)), inner=Mean(p), reduced=True)
     if isinstance(round_, Hosts) and len(mine) == 1:
         host, place = divmod(process, round_.per_node)

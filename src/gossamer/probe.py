@@ -2,8 +2,8 @@
 without another word.
 
 Beside the parameters a sample of their columns is averaged, with the mean of its square: mean ‖x_i - x̄‖² = mean ‖x_i‖² - ‖x̄‖². That is
-at most 64 KB, and 3 % of all but tiny models. (The averaged parameters themselves would do, but with two workers, or with rounded rows, not
-all get the same bits of them.)
+at most 64 KB, and 3 % of what all but tiny models take in 8 bits. (The averaged parameters themselves would do, but their movement is rounded
+before it can be seen.)
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from gossamer.links import Tag
 from gossamer.rounds import Mean
 from gossamer.schedules import Sight
 
-_SHARE = 64  # of so many columns of a row one is looked at,
+_SHARE = 256  # of so many columns of a row one is looked at,
 _LEAST, _MOST = 16, 8192  # but not fewer, or more, than these
-_WIDTH = 64  # columns that lie together: of layers, all must have a part
+_WIDTH = 8  # columns that lie together: of layers, all must have a part
 
 
 class Probe:

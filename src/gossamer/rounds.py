@@ -15,6 +15,8 @@ import numpy as np
 import scipy.sparse
 from scipy.sparse.csgraph import connected_components
 
+from gossamer import codec
+
 Verb = Literal["none", "edges", "slices", "hosts"]
 
 
@@ -64,7 +66,10 @@ class Round(ABC):
 
 @dataclass(frozen=True)
 class Mean(Round):
-    """Everyone gets the mean of all: the complete graph. With n=1, the identity."""
+    """Everyone gets the mean of all: the complete graph. With n=1, the identity. ``bits``: 32 (rows travel as they are), or 8: what
+    travels is how far each has moved since the last such mean, rounded (see ``movement.py``)."""
+
+    bits: int = 32
 
     def matrix(self) -> np.ndarray:
         return np.full((self.n, self.n), 1 / self.n)
@@ -75,6 +80,12 @@ class Mean(Round):
     @property
     def degree(self) -> int:
         return self.n - 1
+
+    def verb(self, edge_share: float = 1.0) -> Verb:
+        return super().verb(edge_share) if self.bits == 32 or self.n == 1 else "slices"
+
+    def cost(self, row_bytes: int, edge_share: float = 1.0) -> int:
+        return super().cost(row_bytes, edge_share) if self.bits == 32 else round(codec.SHARE * self._slices() * row_bytes)
 
 
 @dataclass(frozen=True)

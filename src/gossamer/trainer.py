@@ -24,7 +24,6 @@ from gossamer.exchange import Exchange
 from gossamer.graphs import Graph
 from gossamer.learning_rates import LearningRate
 from gossamer.mixer import Mixer, Wire
-from gossamer.momentum import SharedMomentum
 from gossamer.optim import BlockOptimizer, Recipe
 from gossamer.outages import Attendance, Outage, donors
 from gossamer.probe import Probe
@@ -136,8 +135,7 @@ class Trainer:
             backend=settings.backend,
             vmap_randomness=settings.vmap_randomness,
         )
-        shared = SharedMomentum() if self.schedule.shares_momentum else None
-        self.algorithm = kind(BlockOptimizer(settings.optimizer, self.replicas, shared))
+        self.algorithm = kind(BlockOptimizer(settings.optimizer, self.replicas, self.schedule.shares_momentum))
         self.learning_rate = settings.learning_rate or LearningRate(settings.optimizer.lr)
         self.train = source(task.train).to(self.device)
         self.batches = sampler(settings.partition, self.train, n, settings.batch, settings.seed)
@@ -334,7 +332,6 @@ class Trainer:
         tensors = {f"x.{k}": block.x for k, block in enumerate(self.replicas.blocks)}
         tensors |= {f"buffer.{name}": stacked for name, stacked in self.replicas.buffers.items()}
         tensors["epoch_loss"] = self._epoch_loss
-        shared = self.algorithm.optimizer.shared
         header = {
             "settings": self._fingerprint(),
             "step": self.step,
@@ -345,7 +342,7 @@ class Trainer:
             "schedule": self.schedule.state_dict(),
             "history": [asdict(record) for record in self.history],
             "optimizer": checkpoint.flatten("optimizer", self.algorithm.optimizer.state_dict(), tensors),
-            "momentum": checkpoint.flatten("momentum", shared.state_dict(), tensors) if shared is not None else None,
+            "means": checkpoint.flatten("means", self.mixer.state_dict(self.replicas.blocks), tensors),
             "backend": str(self.replicas.backend) if self.replicas.backend else None,
             "threads": torch.get_num_threads(),
         }
@@ -388,8 +385,7 @@ class Trainer:
         for name, stacked in self.replicas.buffers.items():
             stacked.copy_(tensors[f"buffer.{name}"])
         self.algorithm.optimizer.load_state_dict(checkpoint.unflatten(header["optimizer"], tensors))
-        if self.algorithm.optimizer.shared is not None:
-            self.algorithm.optimizer.shared.load_state_dict(checkpoint.unflatten(header["momentum"], tensors))
+        self.mixer.load_state_dict(self.replicas.blocks, checkpoint.unflatten(header.get("means", []), tensors))
         self.schedule.load_state_dict(header["schedule"])
         self._epoch_loss = tensors["epoch_loss"].cpu()
         self.step, self.bytes, self.seconds = header["step"], header["bytes"], header["seconds"]

@@ -3,7 +3,6 @@
 from gossamer.algorithms.base import Algorithm, Look
 from gossamer.mixer import Mixer
 from gossamer.replicas import Replicas
-from gossamer.rounds import Mean
 
 
 class AdaptWhileCombine(Algorithm):
@@ -22,8 +21,7 @@ class AdaptWhileCombine(Algorithm):
     def finish(self, replicas: Replicas, mixer: Mixer, look: Look) -> None:
         for block in replicas.blocks:
             mixer.finish(block)
-        if isinstance(mixer.round, Mean):
-            self.optimizer.averaged(mixer.step)
+        self.optimizer.share_momentum(mixer.moved)
         self.optimizer.step()
 
 
@@ -41,5 +39,4 @@ class AdaptThenCombine(Algorithm):
         for block in replicas.blocks:
             mixer.start(block)
             mixer.finish(block)
-        if isinstance(mixer.round, Mean):
-            self.optimizer.averaged(mixer.step)
+        self.optimizer.share_momentum(mixer.moved)

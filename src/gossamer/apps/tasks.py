@@ -68,7 +68,8 @@ class Bottleneck(Convolutional):
 
 
 class Recurrent(Options):
-    """``window``: tokens through which gradients go back. ``tied``: the output matrix is the embedding."""
+    """``window``: tokens through which gradients go back. ``tied``: the output matrix is the embedding. ``vocabulary``: only so many
+    words, the most frequent ones; perplexities of different vocabularies can't be compared."""
 
     embedding: int = Field(default=200, ge=1)
     hidden: int = Field(default=200, ge=1)
@@ -76,6 +77,7 @@ class Recurrent(Options):
     dropout: float = Field(default=0.2, ge=0, lt=1)
     tied: bool = True
     window: int = Field(default=35, ge=1)
+    vocabulary: int | None = Field(default=None, ge=1)
 
 
 class Transformer(Options):
@@ -136,7 +138,7 @@ def _imagenet_resnet50(wish: Wish, options: Bottleneck) -> Task:
 
 
 def _wikitext2_lstm(wish: Wish, options: Recurrent) -> Task:
-    corpus = data.wikitext2(wish.folder)
+    corpus = data.wikitext2(wish.folder, vocabulary=options.vocabulary)
     build = functools.partial(
         models.WordLSTM,
         len(corpus.vocabulary),

@@ -45,6 +45,8 @@ CREATE TABLE events (
     run INTEGER NOT NULL, step INTEGER NOT NULL, epoch INTEGER NOT NULL, kind TEXT NOT NULL, graph TEXT, reason TEXT,
     PRIMARY KEY (run, step, kind));
 """
+_PENDING = "INSERT INTO runs (method, replicas, seed, failures, status) VALUES (?, ?, ?, ?, 'pending')"
+_GROWS = ("methods", "replicas", "seeds")  # keys of a spec that may get more values: finished runs stay what they are
 FINISHED = ("done", "diverged")
 
 
@@ -109,8 +111,8 @@ class Store:
 
     @classmethod
     def create(cls, path: Path, spec: Spec, metric: tuple[str, bool], task: dict[str, Any]) -> Store:
-        """A new store for this spec, or the existing one if it is for the same spec and task. ``metric``: its name, higher is
-        better. ``task``: what else must stay the same, as plain data."""
+        """A new store for this spec, or the existing one if it is for the same spec and task; the grid may have grown since.
+        ``metric``: its name, higher is better. ``task``: what else must stay the same, as plain data."""
         meta = {
             "spec": spec.model_dump(mode="json"),
             "metric": {"name": metric[0], "higher_is_better": metric[1]},
@@ -129,10 +131,7 @@ class Store:
                 db.execute(f"PRAGMA application_id = {_APPLICATION}")
                 db.execute(f"PRAGMA user_version = {_VERSION}")
                 db.executemany("INSERT INTO meta VALUES (?, ?)", [(key, json.dumps(value)) for key, value in meta.items()])
-                cells = [astuple(cell) for cell in spec.cells()]
-                db.executemany(
-                    "INSERT INTO runs (method, replicas, seed, failures, status) VALUES (?, ?, ?, ?, 'pending')", cells
-                )
+                db.executemany(_PENDING, [astuple(cell) for cell in spec.cells()])
                 db.close()
                 new.rename(path)
                 with contextlib.closing(sqlite3.connect(path)) as fresh:
@@ -140,11 +139,23 @@ class Store:
         store = cls(path)
         for key, value in meta.items():
             # The spec through today's Spec, so that a key which is new since then and has its default is no difference.
-            found = differences(store.spec().model_dump(mode="json") if key == "spec" else store.meta(key), value)
+            before = store.spec().model_dump(mode="json") if key == "spec" else store.meta(key)
+            if key == "spec" and store._version == _VERSION and _grown(before, value):
+                store._grow(spec)
+                continue
+            found = differences(before, value)
             if found:
                 store.close()
                 raise GossamerError(f"{path.parent} holds results of another {key} ({'; '.join(found)}); choose another --out")
         return store
+
+    def _grow(self, spec: Spec) -> None:
+        """Cells that the spec did not have before."""
+        held = {run.cell for run in self.runs()}
+        cells = [astuple(cell) for cell in spec.cells() if cell not in held]
+        with self._transaction() as db:
+            db.execute("UPDATE meta SET value = ? WHERE key = 'spec'", (json.dumps(spec.model_dump(mode="json")),))
+            db.executemany(_PENDING, cells)
 
     def close(self) -> None:
         self._db.close()
@@ -279,3 +290,9 @@ def _clear_errors(path: Path) -> Iterator[None]:
         if "unable to open" in text or "readonly" in text:
             raise GossamerError(f"{path} can't be opened for writing: {text}") from None
         raise GossamerError(f"{path} is damaged or not a DBench store: {text}") from None
+
+
+def _grown(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """The grid has all that it had, and more."""
+    same = all(before[key] == now[key] for key in before if key not in _GROWS)
+    return same and before != now and all(value in now[key] for key in _GROWS for value in before[key])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +29,13 @@ class Corpus:
     test: Tensor
 
 
-def wikitext2(folder: Path | None = None, counts: Mapping[str, int] | None = OFFICIAL_COUNTS) -> Corpus:
+def wikitext2(
+    folder: Path | None = None, counts: Mapping[str, int] | None = OFFICIAL_COUNTS, vocabulary: int | None = None
+) -> Corpus:
     """From ``wiki.train.tokens`` and its two siblings, or from ``train.txt``, ``valid.txt`` and ``test.txt`` (any cut).
 
     The vocabulary is what train has, by first appearance; other words become <unk>. Every line, also an empty one, ends with <eos>.
+    ``vocabulary``: of those the so many most frequent ones only (of equals the first), and <unk>.
     ``counts``: how many words the official files must have (None: any number); the other names are for cuts and are not counted.
     """
     found = catalog.WIKITEXT2.need(folder)
@@ -45,6 +49,9 @@ def wikitext2(folder: Path | None = None, counts: Mapping[str, int] | None = OFF
             raise GossamerError(
                 f"{parts[split]} has {len(words)} words and line ends when it ends at offset {size}; {counts[split]} were expected"
             )
+    if vocabulary is not None:
+        kept = {word for word, _ in Counter(texts["train"]).most_common(vocabulary)} | {UNKNOWN}
+        texts = {split: [word if word in kept else UNKNOWN for word in words] for split, words in texts.items()}
     train = array("q", (numbers.setdefault(word, len(numbers)) for word in texts["train"]))
     unknown = numbers.setdefault(UNKNOWN, len(numbers))
     others = [array("q", (numbers.get(word, unknown) for word in texts[split])) for split in ("valid", "test")]

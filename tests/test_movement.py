@@ -1,0 +1,124 @@
+"""Means in few bits: the code of a row, and means of how far rows have moved."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gossamer import GossamerError, codec, graphs, movement
+from gossamer.blocks import Block
+from gossamer.mixer import Mixer
+from gossamer.movement import Movement, mean_of_codes
+from gossamer.rounds import Mean
+
+
+def through(row):
+    coded = torch.empty(codec.width(len(row)), dtype=torch.uint8)
+    codec.encode(row, coded)
+    out = torch.empty_like(row)
+    codec.decode(coded, out)
+    return out
+
+
+def draw(seed, *shape, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(*shape, generator=generator) * 10 ** torch.empty(shape).uniform_(-6, 0, generator=generator)
+
+
+# --- The code of a row -------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 300), st.integers(0, 1000), st.sampled_from([1e-42, 1e-30, 1e-3, 1.0, 1e20]))
+def test_the_code_is_what_the_reference_says(columns, seed, scale):
+    row = draw(seed, columns, scale=scale)
+    expected = codec.reference(row)
+    assert torch.equal(through(row), expected)
+    out = torch.empty_like(row)
+    codec.rounded(row, out)
+    assert torch.equal(out, expected)
+    for some, coded in zip(row.split(codec.SPAN), expected.split(codec.SPAN), strict=True):
+        assert (some - coded).abs().max() <= max(float(some.abs().max()) / 64, 2.0**-119)
+
+
+def test_long_rows_go_in_pieces():
+    row = draw(1, 3 * 65536 + 777)
+    assert torch.equal(through(row), codec.reference(row))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_so(bad):
+    row = torch.ones(200)
+    row[70] = bad
+    out = through(row)
+    assert not out[64:128].isfinite().any()
+    assert torch.equal(out[:64], row[:64])
+    assert torch.equal(out[128:], row[128:])
+
+
+# --- Movements ----------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 9), st.integers(1, 200), st.integers(0, 100))
+def test_the_mean_movement_is_what_the_reference_says(n, columns, seed):
+    mean = draw(seed, columns, scale=10)
+    rows = mean + draw(seed + 1, n, columns, scale=0.1)
+    here = Movement(mean, 3)
+    expected = movement.reference(rows, mean)
+    moved = here.mixed(rows)
+    assert torch.equal(here.arrive(moved, 5), expected)
+    assert (here.step, here.steps) == (5, 2)
+    # And by codes, cut anywhere between spans.
+    codes = torch.empty(n, codec.width(columns), dtype=torch.uint8)
+    Movement(mean, 3).encode(rows, codes)
+    parts = []
+    for some in codes.split(2 * codec.UNIT, dim=1):
+        out = torch.empty(some.shape[1], dtype=torch.uint8)
+        mean_of_codes(some, n, some.shape[1] // codec.UNIT * codec.SPAN, out)
+        parts.append(out)
+    back = torch.empty(columns)
+    codec.decode(torch.cat(parts), back)
+    assert torch.equal(back, moved)
+
+
+def test_a_mean_in_few_bits_is_near_the_mean_and_the_same_for_all():
+    x = draw(0, 1, 1000, scale=5).expand(6, -1)
+    block = Block([("x", nn.Parameter(x[0]), False)], 6, x.device)
+    mixer = Mixer(6)
+    mixer.round = Mean(6, 8)
+    assert mixer.cost(4000) == Mean(6).cost(4000)  # nobody knows a mean yet
+    for step in range(4):
+        rows = x[:1] + 0.01 * draw(step, 6, 1000)
+        block.x.zero_()
+        block.x[:, :1000] = rows
+        mixer.step = step
+        mixer.start(block)
+        mixer.finish(block)
+        assert (block.x == block.x[:1]).all()
+        off = (block.x[0, :1000] - rows.mean(0)).abs().max() / (rows - x[:1]).abs().max()
+        assert off < (1e-3 if step == 0 else 0.03)
+        x = block.x[:, :1000].clone()
+    assert mixer.cost(4000) == pytest.approx(Mean(6).cost(4000) * 65 / 256, abs=1)
+    assert mixer.moved(block) is None  # in one step: everybody's momentum says the same
+    mixer.step = 8
+    block.x += 1
+    mixer.start(block)
+    mixer.finish(block)
+    assert torch.allclose(mixer.moved(block)[:1000], torch.tensor(1 / 5), rtol=0.01)
+    again = Mixer(6)
+    again.load_state_dict([block], mixer.state_dict([block]))
+    mean, y = block.x[0].clone(), block.x + draw(9, 6, block.x.shape[1])
+    for one in (mixer, again):
+        one.round, one.step = Mean(6, 8), 9
+        block.x.copy_(y)
+        one.start(block)
+        one.finish(block)
+        assert torch.equal(block.x[0], movement.reference(y, mean))
+
+
+def test_graphs_with_means_in_few_bits():
+    graph = graphs.parse("periodic:every=2,bits=8", 4)
+    assert graph.rounds[1] == Mean(4, 8)
+    assert graph.cost(1 << 20) == pytest.approx(graphs.parse("periodic:every=2", 4).cost(1 << 20) * 65 / 256, rel=1e-3)
+    with pytest.raises(GossamerError, match="bits=4 is not known; means travel in 32 or 8 bits"):
+        graphs.parse("periodic:bits=4", 4)
