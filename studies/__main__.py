@@ -5,7 +5,8 @@
     python -m studies small                  # the cells that CI repeats; a few minutes
     python -m studies figures                # the figures and tables of the page, from the committed results
 
-An experiment is a spec in ``studies/specs``; its raw results go to ``runs/study-NAME`` and a small extract to ``studies/results``.
+An experiment is a spec in ``studies/specs``, some with a second one (``NAME.more.toml``) that has more seeds of the methods which are
+compared pair by pair; its raw results go to ``runs/study-NAME`` and a small extract to ``studies/results``.
 CIFAR-10 and WikiText-2 are looked for in ``$GOSSAMER_DATA``.
 """
 
@@ -24,30 +25,37 @@ HERE = Path(__file__).parent
 SPECS, RESULTS = HERE / "specs", HERE / "results"
 
 
+def parts(name: str) -> list[Path]:
+    """The specs of an experiment."""
+    return [SPECS / f"{name}.toml", *SPECS.glob(f"{name}.more.toml")]
+
+
 def run(names: list[str], jobs: int | None) -> bool:
     for name in names:
-        spec = load(str(SPECS / f"{name}.toml"))
-        outcome = bench(spec, Path("runs") / f"study-{name}", jobs=jobs)
-        if not outcome.complete:
-            print("Stopped. Give the same command again to go on.", file=sys.stderr)
-            return False
-        extract.write(outcome.out, RESULTS / f"{name}.json")
+        folders = []
+        for path in parts(name):
+            outcome = bench(load(str(path)), Path("runs") / f"study-{path.stem}", jobs=jobs)
+            if not outcome.complete:
+                print("Stopped. Give the same command again to go on.", file=sys.stderr)
+                return False
+            folders.append(outcome.out)
+        extract.write(folders, RESULTS / f"{name}.json")
         print(f"{name}: {RESULTS / f'{name}.json'}")
     return True
 
 
 def main() -> None:
-    known = sorted(path.stem for path in SPECS.glob("*.toml"))
+    known = sorted(path.stem for path in SPECS.glob("*.toml") if not path.stem.endswith(".more"))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = parser.add_subparsers(dest="what", required=True)
-    runs = parts.add_parser("run", help="run experiments")
+    commands = parser.add_subparsers(dest="what", required=True)
+    runs = commands.add_parser("run", help="run experiments")
     runs.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known))
     runs.add_argument("--all", action="store_true")
     runs.add_argument("--jobs", type=int, help="runs side by side (default: one per core)")
-    parts.add_parser("figures", help="figures and tables from the committed results").add_argument(
+    commands.add_parser("figures", help="figures and tables from the committed results").add_argument(
         "--out", type=Path, default=HERE.parent / "docs" / "study", help="a folder"
     )
-    parts.add_parser("small", help="the small cells that CI repeats")
+    commands.add_parser("small", help="the small cells that CI repeats")
     args = parser.parse_args()
     if args.what == "small":
         small.write()

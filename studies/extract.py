@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ from gossamer.profile import MEASURES
 _POINTS = 40  # of a curve
 
 
-def write(folder: Path, to: Path) -> None:
-    store = Store(folder / FILE)
-    metric = store.meta("metric")
-    runs = [_run(data) for data in load(store)]
+def write(folders: Sequence[Path], to: Path) -> None:
+    runs = []
+    for folder in folders:
+        store = Store(folder / FILE)
+        metric = store.meta("metric")
+        runs += [_run(data) for data in load(store)]
+        store.close()
     rows = ",\n".join(json.dumps(run) for run in runs)  # a line for each run: changes are readable
     to.parent.mkdir(parents=True, exist_ok=True)
     to.write_text(f'{{"metric": {json.dumps(metric)}, "runs": [\n{rows}\n]}}\n')
-    store.close()
 
 
 def _run(data: RunData) -> dict[str, Any]:

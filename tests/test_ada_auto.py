@@ -38,7 +38,13 @@ def test_each_level_costs_less_and_lets_replicas_further_apart(n):
 
 def test_no_way_that_was_left_out_is_better():
     kept = frontier(16)
-    everything = [graphs.periodic(16, every, gap) for every in (2, 4, 8, 64) for gap in (0, 1, 2, 4) if gap < every]
+    everything = [
+        graphs.periodic(16, every, gap, bits)
+        for every in (2, 4, 8, 64)
+        for gap in (0, 1, 2, 4)
+        for bits in (8, 32)
+        if gap < every
+    ]
     for way in everything:
         cost = way.cost(1 << 20) / (1 << 20)
         spread = measured_spread(way, walks=200)
@@ -71,10 +77,10 @@ def test_another_cost_gives_another_frontier():
     def hidden(graph):  # one row per step is free, a mean in one step is not
         return sum(max(0.0, round_.cost(1 << 20) / (1 << 20) - 1) for round_ in graph.rounds) / graph.period
 
-    sparse = [level.graph.name for level in frontier(16)[2:]]
-    assert sparse[0] == "periodic:every=2"
-    assert not any("gap" in name for name in sparse)
-    assert frontier(16, hidden)[-1].graph.name == "periodic:every=64,gap=1"
+    names = [level.graph.name for level in frontier(16)]
+    assert names[:2] == ["periodic:every=1,bits=8", "periodic:every=2,bits=8"]
+    assert not any("gap" in name for name in names)  # a mean of all in 8 bits takes half of what one peer takes
+    assert [level.graph.name for level in frontier(16, hidden)] == ["periodic:every=1,bits=8"]  # and can be hidden as well
 
 
 def test_periodic_graphs():
@@ -169,21 +175,21 @@ def test_a_learning_rate_that_falls_needs_fewer_averages(straight):
     assert [change.graph for change in changes] == [level.graph.name for level in team.ada.levels[: len(changes)]]
     assert team.every >= 12
     assert "apart by" in changes[-1].reason
-    assert 0.3 < team.rows / 2000 / (2 * 15 / 16) < 0.6  # of what an all-reduce takes
+    assert 0.17 < team.rows / 2000 / (2 * 15 / 16) < 0.23  # of what an all-reduce takes: 0.25 with a mean in every step
 
 
 def test_averages_return_with_the_learning_rate():
-    team = Team(lambda t: 0.1 if t < 50 or t >= 500 else 0.005)
+    team = Team(lambda t: 0.1 if t < 50 or t >= 500 else 0.002)
     team.run(500)
     sparse = team.every
     assert sparse >= 4
     team.run(2 * sparse, 500)
-    assert team.every <= 2
+    assert team.every == 1
     assert 500 <= team.ada.changes[-1].step <= 500 + 2 * sparse
 
 
 def test_averages_return_with_disagreement():
-    team = Team(lambda t: 0.1, lambda t: 1.0 if t < 200 else 3.0)
+    team = Team(lambda t: 0.1 if t < 50 else 0.01, lambda t: 1.0 if t < 200 else 2.0)
     team.run(200)
     assert team.every == 2
     team.run(8, 200)
@@ -194,10 +200,10 @@ def test_averages_return_with_disagreement():
 
 
 def test_replicas_that_can_not_be_left_alone_are_hardly_ever():
-    team = Team(lambda t: 0.1, unstable=3.0)
+    team = Team(lambda t: 0.1 if t < 50 else 0.01, unstable=3.0)
     team.run(1000)
-    assert team.rows / 1000 > 0.9 * 2 * 15 / 16
-    assert len(team.ada.changes) < 30
+    assert team.rows / 1000 > 0.9 * 65 / 256 * 2 * 15 / 16
+    assert 2 < len(team.ada.changes) < 30
 
 
 @pytest.mark.parametrize("straight", [True, False])
@@ -206,15 +212,14 @@ def test_noise_does_not_make_it_flap(straight):
     quiet.run(1500)
     noisy.run(1500)
     assert len(noisy.ada.changes) <= len(quiet.ada.changes) + 4
-    steady = Team(lambda t: 0.1, noise=0.2, straight=straight)
+    steady = Team(lambda t: 0.1 if t < 50 else 0.005, noise=0.2, straight=straight)
     assert len(steady.run(1000).changes) <= 6  # with one return
 
 
 def test_a_warm_up_changes_nothing():
     team = Team(lambda t: 0.001 * t)
     team.run(100)
-    assert team.every == 2
-    assert len(team.ada.changes) == 3
+    assert len(team.ada.changes) == 1
 
 
 def test_replicas_that_never_differ_are_no_reason_for_anything():
@@ -225,7 +230,7 @@ def test_replicas_that_never_differ_are_no_reason_for_anything():
 
 
 def test_what_was_learnt_survives_a_change_of_size_and_a_resume():
-    team = Team(lambda t: 0.1 * 0.99**t)
+    team = Team(lambda t: 0.1 * 0.98**t)
     ada = team.run(300)
     assert ada.level > 2
     smaller = ada.sized(12)

@@ -360,6 +360,23 @@ def test_own_task_from_python(tmp_path):
     assert as_csv(list(rows.values())).count("\n") == 4
 
 
+def test_a_grid_may_grow_and_what_is_finished_stays(tmp_path):
+    raw = {"name": "mine", "replicas": [4], "methods": ["ring"], "seeds": [1], "task": {"name": "toy", "epochs": 1, "batch": 8}}
+    bench(specs.build(raw), tmp_path / "grown", task=task(), quiet=True)
+    (before,) = Store(tmp_path / "grown" / FILE).runs()
+    more = raw | {"replicas": [2, 4], "methods": ["complete", "ring"], "seeds": [0, 1]}
+    for folder in ("grown", "whole"):
+        outcome = bench(specs.build(more), tmp_path / folder, task=task(), quiet=True)
+        assert outcome.complete
+        assert outcome.total == 8
+    grown, whole = ({run.cell: run for run in Store(tmp_path / folder / FILE).runs()} for folder in ("grown", "whole"))
+    assert {cell: run.value for cell, run in grown.items()} == {cell: run.value for cell, run in whole.items()}
+    assert grown[before.cell] == before  # not run again
+    for less in (raw, more | {"methods": ["complete"]}, more | {"seeds": [0, 2]}):
+        with pytest.raises(GossamerError, match="results of another spec"):
+            bench(specs.build(less), tmp_path / "grown", task=task(), quiet=True)
+
+
 def test_another_task_in_the_same_folder_is_refused(tmp_path):
     raw = {"name": "mine", "replicas": [4], "methods": ["ring"], "task": {"name": "toy", "epochs": 1, "batch": 8}}
     bench(specs.build(raw), tmp_path, task=task(), quiet=True)

@@ -116,7 +116,7 @@ class Fixed(Schedule):
 
 
 _REACH = 0.8
-_TOLERANCE = 0.65  # a mean in every second step is always allowed, if nothing goes wrong: its spread is 0.5
+_TOLERANCE = 0.1  # a mean in every second step, whose spread is 0.5, is allowed when a step is a sixth of the largest one
 _MEMORY = 10  # steps after which what was seen before counts for little
 _PATIENCE = 10  # steps with a mean in each before averages become rarer; twice as many if that went wrong soon
 _SOON = 5  # times the patience
@@ -208,7 +208,8 @@ class AdaAuto(Schedule):
         # At this level: since when; how much further one step drives replicas than one of several in a row, 0 if not known yet.
         self.entered, self.bent = 0, 1.0
         self.patience, self.until = _PATIENCE, 0  # how long, and until when, level 0 is kept
-        self._seen: int | None = None  # when
+        self._seen: int | None = None  # when; and the learning rate then
+        self._rate = 0.0
         self._why = "start"
 
     def decide(self, now: Moment) -> tuple[Graph, str]:
@@ -221,6 +222,7 @@ class AdaAuto(Schedule):
         # What each had learnt travels along and is averaged: so somebody who came later, or missed a sight, learns it too.
         self.noise, self.usual, self.fastest = sight.carried
         before, self._seen = self._seen, sight.step
+        rate, self._rate = self._rate, sight.rate
         if before is None:
             self.until = sight.step + self.patience
         if before is None or not sight.rate or not sight.distance:
@@ -228,7 +230,8 @@ class AdaAuto(Schedule):
         here, since = self.levels[self.level], sight.step - before
         if since < here.every:
             return  # just changed to it: not what this level does
-        self._look(sight.distance**2 / here.apart(before, since) / sight.rate**2, since, here.every)
+        square = (rate**2 + rate * sight.rate + sight.rate**2) / 3  # the mean, if the learning rate changed evenly
+        self._look(sight.distance**2 / here.apart(before, since) / square, since, here.every)
         self.fastest = max(self.fastest, sight.rate)
         if self.level == 0:
             self.usual = self.noise
@@ -286,7 +289,7 @@ class AdaAuto(Schedule):
         for key in self._KEPT:
             setattr(self, key, state[key])
 
-    _KEPT = ("level", "noise", "usual", "fastest", "entered", "bent", "patience", "until", "_seen", "_why")
+    _KEPT = ("level", "noise", "usual", "fastest", "entered", "bent", "patience", "until", "_seen", "_rate", "_why")
 
 
 def schedule(what: str | Graph | Schedule, n: int) -> Schedule:

@@ -154,6 +154,7 @@ class Store:
         held = {run.cell for run in self.runs()}
         cells = [astuple(cell) for cell in spec.cells() if cell not in held]
         with self._transaction() as db:
+            db.execute("DELETE FROM meta WHERE key = 'partition'")  # counted for the old grid
             db.execute("UPDATE meta SET value = ? WHERE key = 'spec'", (json.dumps(spec.model_dump(mode="json")),))
             db.executemany(_PENDING, cells)
 
