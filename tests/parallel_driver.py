@@ -1093,8 +1093,8 @@ def means_in_8_bits_take_a_quarter_of_the_bytes_and_are_the_same_for_all(world):
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(world.rank))
     for order in ("atc", "awc"):
         received, rows = {}, {}
-        for graph, copy in (("complete", False), (eight, False), (eight, True)):
-            model = world.model(wide(), graph, order=order, send_copy=copy)
+        for graph, apart in (("complete", False), (eight, False), (eight, True)):
+            model = world.model(wide(), graph, order=order, send_copy=apart)
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             model.gossip(optimizer)
             for _ in range(6):
@@ -1102,14 +1102,14 @@ def means_in_8_bits_take_a_quarter_of_the_bytes_and_are_the_same_for_all(world):
                 optimizer.zero_grad()
                 model(x).square().mean().backward()
                 optimizer.step()
-                received[graph, copy] = model.traffic.received - so_far  # the first one is a whole mean
-            rows[graph, copy] = world.rows(model)
-            if graph == eight and order == "atc" and not copy:
+                received[graph, apart] = model.traffic.received - so_far  # the first one is a whole mean
+            rows[graph, apart] = world.rows(model)
+            if graph == eight and order == "atc" and not apart:
                 assert world.same(flat(model))
         moved = float((rows["complete", False] - before).abs().max())
-        for copy in (False, True):
-            close(rows[eight, copy], rows["complete", False], 0.02 * moved)
-            assert received[eight, copy] <= 0.27 * received["complete", False]
+        for apart in (False, True):
+            close(rows[eight, apart], rows["complete", False], 0.02 * moved)
+            assert received[eight, apart] <= 0.27 * received["complete", False]
 
 
 @case(2, 3, 4)

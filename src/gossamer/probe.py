@@ -2,8 +2,8 @@
 without another word.
 
 Beside the parameters a sample of their columns is averaged, with the mean of its square: mean ‖x_i - x̄‖² = mean ‖x_i‖² - ‖x̄‖². That is
-at most 64 KB, and 3 % of what all but tiny models take in 8 bits. (The averaged parameters themselves would do, but their movement is rounded
-before it can be seen.)
+at most 64 KB, and 3 % of what all but tiny models take in 8 bits. (The averaged parameters themselves would do, but what was averaged
+is rounded, and the owner of a column is the only one who sees all of it.)
 """
 
 from __future__ import annotations
