@@ -270,7 +270,7 @@ SETTINGS = Settings(
 @pytest.mark.parametrize("order", ["dsgd-atc", "dsgd-awc"])
 def test_training_with_it_resumes_to_the_bit(order, tmp_path):
     def make():
-        return Trainer(task(mlp), replace(SETTINGS, algorithm=order), "ada-auto")
+        return Trainer(task(mlp), replace(SETTINGS, algorithm=order), "ada-auto:tolerance=0.65")
 
     first, second = stopped_and_loaded(make, 67, tmp_path / "a.ckpt")
     second.run()
