@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -40,11 +40,11 @@ from gossamer.apps import data, models
 from gossamer.learning_rates import WarmupCosine
 from gossamer.mixer import Wire
 
-METHODS: dict[str, tuple[str, Wire] | None] = {  # graph and wire
+METHODS: dict[str, tuple[str, Wire, Literal["awc", "atc"]] | None] = {  # graph, wire, order
     "DDP": None,
-    "one-peer-exponential": ("one-peer-exponential", "float32"),
-    "one-peer-exponential, bfloat16": ("one-peer-exponential", "bfloat16"),
-    "ada-auto": ("ada-auto", "float32"),
+    "one-peer-exponential": ("one-peer-exponential", "float32", "awc"),
+    "one-peer-exponential, bfloat16": ("one-peer-exponential", "bfloat16", "awc"),
+    "ada-auto": ("ada-auto", "float32", "atc"),  # in this order a mean in every step is what DDP does
 }
 HOSTS = 4
 SMOOTH = 20  # steps
@@ -67,7 +67,7 @@ def work(method: str, steps: int, batch: int, lr: float, out: Path) -> None:
     torch.manual_seed(0)
     bare = models.mlp(784, 10, (1024, 1024))
     chosen = METHODS[method]
-    ours = gossamer.DecentralizedDataParallel(bare, chosen[0], wire=chosen[1]) if chosen else None
+    ours = gossamer.DecentralizedDataParallel(bare, chosen[0], wire=chosen[1], order=chosen[2]) if chosen else None
     model: nn.Module = ours or DistributedDataParallel(bare)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     shape = WarmupCosine(WARM_UP)
@@ -195,6 +195,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128, help="per worker")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--target", type=float, default=0.5, help="training loss")
+    parser.add_argument("--only", default="", help="methods with this in their name")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path, help="JSON; the figure is beside it (docs/time-to-loss-RATE.json)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -207,7 +208,7 @@ def main() -> None:
     out = args.out or Path(f"docs/time-to-loss-{args.rate}.json")
     results = []
     for repeat in range(args.repeats):
-        for method in list(METHODS)[:: -1 if repeat % 2 else 1]:
+        for method in [m for m in METHODS if args.only in m][:: -1 if repeat % 2 else 1]:
             with console.status(f"{method}, run {repeat + 1} of {args.repeats}"):
                 results.append(run(method, args) | {"repeat": repeat})
     console.print(f"\n[bold]{args.rate}[/]: seconds to a training loss of {args.target:g}")

@@ -20,7 +20,7 @@ from torch import nn
 
 from gossamer import DecentralizedDataParallel
 
-HALF = 100_000
+HALF = 64 * 1563  # so many numbers share a power of two in 8 bits, and must be alike
 
 
 class Row(nn.Module):

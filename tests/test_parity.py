@@ -1,4 +1,4 @@
-"""The same training as 1×8, 2×4, 4×2 and 8×1 processes × replicas gives the same parameters."""
+"""The same training as 1×8, 2×4 and 8×1 processes × replicas gives the same parameters."""
 
 import pytest
 import safetensors.torch
@@ -19,7 +19,7 @@ def alone(tmp_path_factory):
     return rows(tmp_path_factory.mktemp("alone"), 1)
 
 
-@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize("p", [2, 8])
 def test_every_layout_gives_the_same_parameters(alone, p, tmp_path):
     spread = rows(tmp_path, p)
     assert spread.keys() == alone.keys()
