@@ -132,18 +132,6 @@ TASKS = (
 )
 
 
-def by_epoch(found: Found) -> str:
-    x = found["lstm"]
-    lines = []
-    for method in x.methods:
-        cell = [run for run in x.select(method, x.scales[-1]) if run["epochs"]]
-        if cell:
-            last = min(len(run["epochs"]) for run in cell)
-            means = [sum(run["epochs"][k][1] for run in cell) / len(cell) for k in range(last)]
-            lines.append(chart.Line(method, list(range(1, last + 1)), means))
-    return chart.lines(lines, "A word LSTM on a part of WikiText-2", "Means over seeds.", "epoch", x.unit, log=True)
-
-
 def dispersion(found: Found) -> str:
     x = found["scale"]
     n = x.scales[-1]
@@ -184,7 +172,6 @@ FIGURES: dict[str, tuple[Callable[[Found], str], tuple[str, ...]]] = {
     "dispersion": (dispersion, ("scale",)),
     "bytes": (against_bytes, ()),
     "levels": (levels, ()),
-    "lstm": (by_epoch, ("lstm",)),
 }
 
 # --- Tables ----------------------------------------------------------------------------------------------------------------------
