@@ -99,8 +99,8 @@ def work(method: str, steps: int, batch: int, lr: float, out: Path) -> None:
         result = {
             "method": method,
             "workers": n,
-            "seconds": stamps.tolist(),
-            "loss": (losses / n).tolist(),
+            "seconds": [round(t, 4) for t in stamps.tolist()],
+            "loss": [round(loss, 5) for loss in (losses / n).tolist()],
             "averaged_train_loss": train_loss,
             "averaged_test_loss": test_loss,
             "averaged_test_accuracy": accuracy,
@@ -214,7 +214,7 @@ def main() -> None:
     console.print(f"\n[bold]{args.rate}[/]: seconds to a training loss of {args.target:g}")
     show(results, args.target)
     settings = {key: getattr(args, key) for key in ("rate", "steps", "batch", "lr", "target")} | {"smooth": SMOOTH}
-    out.write_text(json.dumps({"settings": settings, "runs": results}, indent=1))
+    out.write_text(json.dumps({"settings": settings, "runs": results}))
     out.with_suffix(".svg").write_text(draw(results, args.rate, args.target, args.batch))
 
 
