@@ -1,6 +1,6 @@
 """How long until the same training loss? PyTorch DDP against Gossamer, on four hosts with slow links.
 
-    python -m benchmarks.time_to_loss                     # 200 Mbit per host; about 8 minutes; root for the lab
+    python -m benchmarks.time_to_loss                     # 200 Mbit per host; about 10 minutes; root for the lab
     python -m benchmarks.time_to_loss --rate 1gbit
     python -m benchmarks.time_to_loss --rate loopback     # no lab, no root
 
@@ -31,6 +31,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import gossamer
@@ -42,6 +43,7 @@ from gossamer.mixer import Wire
 
 METHODS: dict[str, tuple[str, Wire, Literal["awc", "atc"]] | None] = {  # graph, wire, order
     "DDP": None,
+    "DDP, float16": None,  # torch's own hook for gradients in half precision
     "one-peer-exponential": ("one-peer-exponential", "float32", "awc"),
     "one-peer-exponential, bfloat16": ("one-peer-exponential", "bfloat16", "awc"),
     "ada-auto": ("ada-auto", "float32", "atc"),  # in this order a mean in every step is what DDP does
@@ -68,7 +70,7 @@ def work(method: str, steps: int, batch: int, lr: float, out: Path) -> None:
     bare = models.mlp(784, 10, (1024, 1024))
     chosen = METHODS[method]
     ours = gossamer.DecentralizedDataParallel(bare, chosen[0], wire=chosen[1], order=chosen[2]) if chosen else None
-    model: nn.Module = ours or DistributedDataParallel(bare)
+    model: nn.Module = ours or ddp(bare, method)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     shape = WarmupCosine(WARM_UP)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: shape.factor(step, steps))
@@ -109,6 +111,13 @@ def work(method: str, steps: int, batch: int, lr: float, out: Path) -> None:
         out.write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def ddp(bare: nn.Module, method: str) -> DistributedDataParallel:
+    model = DistributedDataParallel(bare)
+    if "float16" in method:
+        model.register_comm_hook(None, fp16_compress_hook)
+    return model
 
 
 @torch.no_grad()
