@@ -1,6 +1,5 @@
 """The bench: results, resume after real SIGKILLs, one writer at a time, and what goes wrong."""
 
-import io
 import json
 import os
 import random
@@ -11,7 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import closing, redirect_stderr, redirect_stdout, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from gossamer.dbench.report import write
 from gossamer.dbench.results import as_csv, results
 from gossamer.dbench.store import FILE, Store
 from gossamer.errors import GossamerError
+from tests.commands import ROOT, gossamer, inside
 from tests.models import task
 
 SPEC = """
@@ -46,27 +46,6 @@ options = { momentum = 0.9 }
 [profile]
 every = 5
 """
-ROOT = Path(__file__).parent.parent
-
-
-def gossamer(*arguments, **more):
-    return subprocess.run(
-        [sys.executable, "-m", "gossamer", *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, timeout=200, **more
-    )
-
-
-def inside(*arguments):
-    """The same in this process: for what needs no process of its own, whose start takes seconds."""
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(sys, "argv", ["gossamer", *map(str, arguments)])
-        patch.setenv("COLUMNS", "200")
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as end:
-            code = end.code or 0
-    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(scope="module")
@@ -140,13 +119,13 @@ def test_finished_runs_are_not_repeated_and_a_changed_spec_is_refused(spec_file,
     out = tmp_path / "out"
     shutil.copytree(uninterrupted, out)
     before = (out / FILE).read_bytes()
-    again = gossamer("bench", spec_file, "--out", out)
+    again = inside("bench", spec_file, "--out", out)
     assert again.returncode == 0
     assert "12 of 12 runs are already there" in again.stderr
     assert (out / FILE).read_bytes() == before
     other = tmp_path / "other.toml"
     other.write_text(SPEC.replace("lr = 0.3", "lr = 0.4"))
-    refused = gossamer("bench", other, "--out", out)
+    refused = inside("bench", other, "--out", out)
     assert refused.returncode == 2
     assert "optimizer.lr: 0.3 there, 0.4 here" in refused.stderr
     assert "Traceback" not in refused.stderr
@@ -188,7 +167,7 @@ def test_killed_again_and_again_and_rerun_gives_the_same_results(spec_file, unin
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert kills >= 1
-    last = gossamer("bench", spec_file, "--out", out)
+    last = inside("bench", spec_file, "--out", out, "--jobs", 1)
     assert last.returncode == 0, last.stderr
     assert comparable(out) == comparable(uninterrupted)
     assert sqlite3.connect(out / FILE).execute("PRAGMA integrity_check").fetchone() == ("ok",)
@@ -237,7 +216,7 @@ def test_a_checkpoint_that_outlived_its_store_is_not_trusted(spec_file, uninterr
     assert not saved.exists()  # a new store begins without old checkpoints …
     saved.write_bytes(keep)  # … and one that turns up all the same is not resumed
     store.close()
-    assert gossamer("bench", spec_file, "--out", out).returncode == 0
+    assert inside("bench", spec_file, "--out", out, "--jobs", 1).returncode == 0
     assert comparable(out) == comparable(uninterrupted)
 
 
@@ -259,7 +238,7 @@ def test_ctrl_c_saves_and_the_next_call_goes_on(spec_file, uninterrupted, tmp_pa
         assert process.returncode == 130, errors
         assert "Give the same command again to go on" in errors
         assert "Traceback" not in errors
-    assert gossamer("bench", spec_file, "--out", out).returncode == 0
+    assert inside("bench", spec_file, "--out", out, "--jobs", 1).returncode == 0
     assert comparable(out) == comparable(uninterrupted)
 
 
@@ -268,9 +247,9 @@ def test_a_second_bench_on_the_same_folder_is_refused_with_the_pid(spec_file, tm
     command = [sys.executable, "-m", "gossamer", "bench", str(spec_file), "--out", str(out), "--jobs", "1"]
     first = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     first.stderr.readline()
-    second = gossamer("bench", spec_file, "--out", out)
+    second = inside("bench", spec_file, "--out", out)  # at once: the first one does not take long
     assert second.returncode == 2
-    meanwhile = gossamer("results", out, "--json")  # the store can be read while the bench writes
+    meanwhile = inside("results", out, "--json")  # the store can be read while the bench writes
     assert meanwhile.returncode == 0
     assert len(json.loads(meanwhile.stdout)) == 12
     assert f"another gossamer bench (pid {first.pid}) is writing to" in second.stderr
@@ -323,7 +302,7 @@ def test_a_full_disk_is_named_and_finished_runs_are_kept(spec_file, uninterrupte
         assert "can't be written" in errors
         assert "Traceback" not in errors
         (disk / "ballast").unlink()
-        again = gossamer("bench", spec_file, "--out", out)
+        again = inside("bench", spec_file, "--out", out, "--jobs", 1)
         assert again.returncode == 0, again.stderr
         assert int(re.search(r"(\d+) of 12 runs are already there", again.stderr).group(1)) >= 1
         assert comparable(out) == comparable(uninterrupted)
@@ -391,6 +370,7 @@ def test_brackets_in_names_and_a_run_that_grows_out_of_bounds(tmp_path):
     raw = {
         "name": "wild",
         "replicas": [4],
+        "backend": "tape",  # both times the same one
         "methods": ["ring", "complete", {"name": "wild [/x]", "graph": "ring", "lr": 1e30}],
         "task": {"name": "toy", "epochs": 2, "batch": 8},
         "profile": {"every": 1},
@@ -401,7 +381,7 @@ def test_brackets_in_names_and_a_run_that_grows_out_of_bounds(tmp_path):
         bench(specs.build(raw), out, task=task(), checkpoint_seconds=seconds)
         rows.append([{k: v for k, v in row.items() if k != "seconds"} for row in results(Store(out / FILE))])
         write(out)
-        assert gossamer("results", out).returncode == 0
+        assert inside("results", out).returncode == 0
     assert rows[0] == rows[1]
     wild = rows[0][2]
     assert wild["status"] == "diverged"

@@ -1,13 +1,12 @@
 """DBench with each run's replicas spread over several processes, as under torchrun."""
 
 import json
-import subprocess
-import sys
 import time
 
 import pytest
 
 from tests import workers
+from tests.commands import inside
 
 SPEC = """
 name = "spread"
@@ -29,10 +28,7 @@ every = 10
 
 
 def results(out):
-    made = subprocess.run(
-        [sys.executable, "-m", "gossamer", "results", str(out), "--json"], capture_output=True, text=True, check=True
-    )
-    rows = json.loads(made.stdout)
+    rows = json.loads(inside("results", out, "--json").stdout)
     for row in rows:
         for key in [k for k in row if "seconds" in k]:
             del row[key]
@@ -55,8 +51,7 @@ def spec(tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(spec, tmp_path_factory):
     out = tmp_path_factory.mktemp("alone") / "out"
-    command = [sys.executable, "-m", "gossamer", "bench", str(spec), "--out", str(out), "--jobs", "1", "--quiet"]
-    subprocess.run(command, check=True, capture_output=True)
+    assert inside("bench", spec, "--out", out, "--jobs", 1, "--quiet").returncode == 0
     return results(out)
 
 

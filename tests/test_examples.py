@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from tests.commands import ROOT, inside
 
 
 def run(*command):
@@ -18,7 +18,7 @@ def test_own_model(tmp_path):
     path = Path(run("examples/own_model.py", tmp_path).strip().splitlines()[-1])
     assert path == tmp_path / "report.html"
     assert path.exists()
-    rows = json.loads(run("-m", "gossamer", "results", tmp_path, "--json"))
+    rows = json.loads(inside("results", tmp_path, "--json").stdout)
     assert len(rows) == 16
     assert all(row["status"] == "done" for row in rows)
     assert max(row["value"] for row in rows) > 0.8
