@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gossamer
-from gossamer import DecentralizedDataParallel, GossamerError, Recipe, Settings, Trainer, checkpoint, graphs, links
+from gossamer import DecentralizedDataParallel, GossamerError, Recipe, Settings, Trainer, checkpoint, graphs, links, momentum
 from gossamer.tasks import Task
 
 CASES = {}
@@ -68,6 +68,12 @@ class World:
     def rows(self, model):
         """All workers' parameters, ``[n, D]``."""
         return self.gather(flat(model))
+
+    def gather_objects(self, thing):
+        things = [thing] * self.size
+        if self.size > 1:
+            dist.all_gather_object(things, thing)
+        return things
 
     def same(self, tensor):
         everyone = self.gather(tensor)
@@ -224,8 +230,8 @@ def against_ddp(world, steps, make, graph="all-reduce", module=small, tolerance=
 
 @case(3)
 def a_complete_graph_that_adapts_then_combines_is_ddp(world):
-    for momentum in (0.0, 0.9):
-        against_ddp(world, 50, lambda p, m=momentum: torch.optim.SGD(p, 0.05, momentum=m), "complete", order="atc")
+    for amount in (0.0, 0.9):
+        against_ddp(world, 50, lambda p, m=amount: torch.optim.SGD(p, 0.05, momentum=m), "complete", order="atc")
 
 
 @case(2)
@@ -1145,6 +1151,74 @@ def ada_that_decides_by_itself_decides_as_in_one_process(world):
         assert len(model.schedule.changes) > 2
     with pytest.raises(GossamerError, match="local_steps=4: 'ada-auto' decides by itself"):
         world.model(graph="ada-auto", local_steps=4)
+
+
+def rare(model):
+    """ada-auto, as it is late in a training: with averages in every second step."""
+    ada = model.schedule
+    ada.level, ada.until = 1, 10**9
+    assert ada.levels[1].every == 2
+    return model
+
+
+@case(2, 3)
+def what_a_person_does_to_parameters_does_not_become_momentum(world):
+    for order in ("awc", "atc"):
+        model = rare(world.model(graph="ada-auto", order=order))
+        optimizer = torch.optim.SGD(model.parameters(), **SGD)
+        model.gossip(optimizer)
+
+        def still(model=model, optimizer=optimizer):
+            """A step without a gradient."""
+            model(world.batch(0)[0])
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            optimizer.step()
+
+        for _ in range(4):
+            still()
+        with model.consensus():
+            pass
+        assert not model._flat.touched  # evaluation is no jump
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1.0)
+        there = flat(model).clone()
+        assert model._flat.touched
+        for _ in range(8):
+            still()
+        close(flat(model), there, 0.05)  # 1 % of the jump, once; as momentum it would go on for 5 times as far
+
+
+@case(2, 3)
+def ada_that_decides_by_itself_alone_for_a_while(world):
+    """The last one of a stretch has nobody to average with; afterwards all see the same again."""
+    model = world.model(graph="ada-auto:tolerance=0.65")
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    model.gossip(optimizer)
+    for _ in range(2):
+        with model.uneven():
+            train(world, model, optimizer, 14 if world.rank == world.size - 1 else 3, start=model.steps)
+        train(world, model, optimizer, 16, start=model.steps)
+    assert len(set(world.gather_objects((model.steps, model.schedule.level, model.schedule.patience)))) == 1
+    model.schedule.patience += 10 * world.rank  # as if some had seen what others have not
+    train(world, model, optimizer, 6, start=model.steps)
+    assert len(set(world.gather_objects(model.schedule.patience))) == 1
+
+
+@case(1, 2)
+def momentum_that_can_not_be_shared_is_refused_at_once_and_what_is_none_is_left_alone(world):
+    model = world.model(graph="ada-auto")
+    with pytest.raises(GossamerError, match="dampening=0.5 would make too small"):
+        model.gossip(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=0.5))
+    weights = [p for p in model.parameters() if p.ndim == 2]
+    optimizer = torch.optim.Muon(weights, lr=0.1, momentum=0.9)
+    for p in weights:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = [optimizer.state[p]["momentum_buffer"].clone() for p in weights]
+    momentum.share(optimizer, torch.zeros_like)
+    assert all(torch.equal(optimizer.state[p]["momentum_buffer"], kept) for p, kept in zip(weights, before, strict=True))
 
 
 # --- Bad input ----------------------------------------------------------------------------------------------------------------

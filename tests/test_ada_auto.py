@@ -236,7 +236,7 @@ def test_what_was_learnt_survives_a_change_of_size_and_a_resume():
     smaller = ada.sized(12)
     smaller.succeed(ada)
     assert smaller.level == 0
-    assert smaller.learnt() == (0, ada.usual, ada.fastest)
+    assert smaller.learnt() == (0, ada.usual, ada.fastest, ada.patience)
     assert smaller.changes is ada.changes
     again = schedule("ada-auto", 16)
     again.load_state_dict(ada.state_dict())

@@ -363,6 +363,26 @@ def test_it_learns_and_reports_every_epoch():
     assert one_peer.run()[-1].bytes == 10 * one_peer.replicas.row_bytes
 
 
+def test_all_replicas_are_evaluated_or_some_and_those_that_are_alike_once(monkeypatch):
+    ring = Trainer(task(), settings(epochs=2), "ring")
+    ring.run()
+    values = []
+    for i in range(8):
+        with ring.replicas.replica(i) as model:
+            values.append(ring.task.metric.of(model, ring.test))
+    assert len(set(values)) > 2
+    assert ring.evaluate().mean == pytest.approx(sum(values) / 8)
+    assert ring.evaluate(3).worst == min(values[0], values[2], values[5])
+    assert ring.evaluate(99).worst == min(values)
+    complete = Trainer(task(), settings(epochs=2), "complete")
+    complete.run()
+    asked, of = [], Metric.of
+    monkeypatch.setattr(Metric, "of", lambda self, *a: asked.append(1) or of(self, *a))
+    result = complete.evaluate()
+    assert len(asked) == 3  # one for all replicas, the averaged model, and that on training data
+    assert result.worst == result.value == pytest.approx(result.mean)
+
+
 def test_the_worst_replica_is_the_worst():
     assert Metric("accuracy", None).worst([0.3, 0.1, 0.2]) == 0.1
     assert Metric("perplexity", None, higher_is_better=False).worst([3.0, 1.0, 2.0]) == 3.0

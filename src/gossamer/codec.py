@@ -12,7 +12,7 @@ from torch import Tensor
 SPAN = 64  # numbers that share a power of two
 UNIT = SPAN + 1  # bytes for them
 SHARE = UNIT / SPAN / torch.float32.itemsize  # of the bytes of float32
-_PIECE = 1 << 16  # numbers that several passes take at a time: they stay in the cache
+_PIECE = 1 << 16  # numbers that several passes of a CPU take at a time: they stay in the cache
 _MANTISSA = 23  # bits of a float32; the exponent comes next
 _NOT_FINITE = 255  # as an exponent
 _SMALLEST = 6  # exponents up to here are taken for 0
@@ -40,10 +40,10 @@ def decode(coded: Tensor, out: Tensor) -> None:
 
 def rounded(row: Tensor, out: Tensor) -> None:
     """What :func:`decode` makes of what :func:`encode` makes of it, without the bytes between."""
-    for start in range(0, len(row), _PIECE):
-        piece = row[start : start + _PIECE]
+    size = _piece(row)
+    for piece, part in zip(row.split(size), out.split(size), strict=True):
         quotients, exponents = _quotients(_padded(piece))
-        out[start : start + _PIECE].copy_(quotients.mul_(_power(exponents).unsqueeze(1)).flatten()[: len(piece)])
+        part.copy_(quotients.mul_(_power(exponents).unsqueeze(1)).flatten()[: len(piece)])
 
 
 def reference(row: Tensor) -> Tensor:
@@ -86,4 +86,10 @@ def _padded(piece: Tensor) -> Tensor:
 
 def _pieces(row: Tensor, coded: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Pieces of the row, and of its code as ``[m, 65]``."""
-    return list(zip(row.split(_PIECE), coded.view(-1, UNIT).split(_PIECE // SPAN), strict=True))
+    size = _piece(row)
+    return list(zip(row.split(size), coded.view(-1, UNIT).split(size // SPAN), strict=True))
+
+
+def _piece(row: Tensor) -> int:
+    """A GPU takes all of it at once: there each pass costs a launch."""
+    return _PIECE if row.device.type == "cpu" else -(-max(1, len(row)) // SPAN) * SPAN

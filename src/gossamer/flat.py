@@ -45,6 +45,7 @@ class Flat:
         self.names = {id(p): name for name, p in module.named_parameters()}  # of a tied one, its first name
         self._held: list[_Held] = []
         self._versions: list[int] = []  # of the parameters when they set out
+        self._settled: list[int] = []  # and when the last step was done
         self._frozen: list[nn.Parameter] = list(module.parameters())
         self.adopt()
 
@@ -79,6 +80,15 @@ class Flat:
     def depart(self) -> None:
         """Rows set out straight from the parameters, so from here on nobody may change them."""
         self._versions = [held.parameter._version for held in self._held]
+
+    def settle(self) -> None:
+        """A step is done. Whoever changes parameters from here on to the next one is not the optimizer."""
+        self._settled = [held.parameter._version for held in self._held]
+
+    @property
+    def touched(self) -> bool:
+        """Whether somebody has changed parameters since the last step was done."""
+        return any(held.parameter._version != was for held, was in zip(self._held, self._settled, strict=False))
 
     def check(self, busy: bool = False) -> None:
         """The parameters are still where we put them. ``busy``: rows are on their way, so they must not have been touched."""

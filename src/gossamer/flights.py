@@ -167,7 +167,10 @@ class Flight:
             raise self.failure(first_line(self.error)) from None
         guard = self.exchange.guard
         if guard is not None and guard.expired():
-            self.lost.update(message.peer for message in self.kept)
+            # If the others did not go on without us, they have what we throw away: all must begin anew together.
+            for peer in {message.peer for message in self.kept} - self.lost:
+                self.lost.add(peer)
+                guard.lose(self.link, peer, "we were away")
         if not self.counted:
             self.counted = True
             traffic = self.exchange.traffic

@@ -75,7 +75,7 @@ class Mixer:
     def cost(self, row_bytes: int) -> int:
         """Bytes of this Round per replica, as ``Round.cost`` defines them, with what the wire saves and a look costs."""
         round_ = self.round if self._movements or not self._in_few_bits else Mean(self.round.n)
-        looks = self.probe is not None and isinstance(self.round, Mean)
+        looks = self.probe is not None and isinstance(self.round, Mean) and self.round.n > 1
         seen = self.probe.cost(row_bytes // torch.float32.itemsize, self.round.n) if self.probe is not None and looks else 0
         return round_.cost(row_bytes, self.edge_share(torch.float32)) + seen
 
@@ -109,7 +109,7 @@ class Mixer:
         self._look(block, tag)
 
     def _look(self, block: Block, tag: Tag | None) -> None:
-        if self.probe is not None and self._probed is None and isinstance(self.round, Mean):
+        if self.probe is not None and self._probed is None and isinstance(self.round, Mean) and self.round.n > 1:
             self._probed = block
             self.probe.start(block, tag)
 
@@ -237,8 +237,10 @@ class Mixer:
         return [movement.state_dict() if (movement := self._movements.get(id(block))) else None for block in blocks]
 
     def load_state_dict(self, blocks: Sequence[Block], state: list[dict[str, Any] | None]) -> None:
-        """``state``: of all blocks, or nothing at all if it is from before there was any."""
-        self._movements = {id(block): Movement.of(held) for block, held in zip(blocks, state, strict=bool(state)) if held}
+        """``state``: of all blocks. If they were others (parameters that were frozen then), the next mean is the first one again."""
+        pairs = list(zip(blocks, state, strict=False))
+        same = len(blocks) == len(state) and all(not held or len(held["mean"]) == block.x.shape[1] for block, held in pairs)
+        self._movements = {id(block): Movement.of(held) for block, held in pairs if same and held}
 
     def _combine(self, block: Block, state: _Mixing) -> None:
         x, out = block.x, block.spare

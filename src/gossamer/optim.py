@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gossamer import momentum
 from gossamer.accum_adam import AccumAdam, AccumAdamW
 from gossamer.blocks import Block
 from gossamer.errors import GossamerError
-from gossamer.momentum import share
 from gossamer.replicas import Replicas
 
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Rprop")
@@ -105,6 +105,8 @@ class BlockOptimizer:
         else:
             shares = [self._one_replica(replicas, i) for i in range(replicas.r)]
         self.optimizers = [self._make(kind, groups) for groups in shares]
+        for optimizer in self.optimizers if self.shares_momentum else ():
+            momentum.check(optimizer)
 
     def _make(self, kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         try:
@@ -171,7 +173,7 @@ class BlockOptimizer:
             return None if row is None else place.view(row.expand_as(place.block.x))
 
         for optimizer in self.optimizers if rows else ():
-            share(optimizer, of)
+            momentum.share(optimizer, of)
 
     def _clip(self, limit: float) -> None:
         """As ``clip_grad_norm_`` does, over all tensors of one replica. Tensor by tensor, so that n=1 rounds as PyTorch does."""

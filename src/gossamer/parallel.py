@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gossamer import consensus, profile, shards
+from gossamer import consensus, momentum, profile, shards
 from gossamer import state as state_of_worker
 from gossamer.blocks import Block
 from gossamer.errors import GossamerError
@@ -37,10 +37,10 @@ from gossamer.gradients import Gradients
 from gossamer.graphs import Graph, told_hosts
 from gossamer.links import open_link
 from gossamer.mixer import Mixer, Wire
-from gossamer.momentum import share
 from gossamer.probe import Probe
 from gossamer.profile import Profile
 from gossamer.roster import Change
+from gossamer.rounds import Mean
 from gossamer.schedules import Schedule, schedule
 from gossamer.seats import Seat
 from gossamer.survival import Survival
@@ -122,6 +122,7 @@ class DecentralizedDataParallel(Wrapper):
         self._also: Mapping[str, Any] = {}
         self._survival: Survival | None = None  # under gossamer launch, from gossip() on
         self._averaged = False  # inside consensus()
+        self._jumped = False  # since the last mean of all, parameters were changed by somebody else than the optimizers
         self._warned = False
         # Not as a decorator: that would load the whole compiler when Gossamer is imported.
         self._plainly = torch.compiler.disable(self._on_forward)
@@ -190,6 +191,8 @@ class DecentralizedDataParallel(Wrapper):
         self._refuse_copy("gossip()")
         self._refuse_busy("gossip()")
         self._check_optimizers(optimizers)
+        for optimizer in optimizers if self.schedule.shares_momentum else ():
+            momentum.check(optimizer)
         self._agree(
             {
                 "gossip(): the optimizers": ", ".join(type(optimizer).__name__ for optimizer in optimizers),
@@ -315,11 +318,16 @@ class DecentralizedDataParallel(Wrapper):
             self._share_momentum()
 
     def _share_momentum(self) -> None:
-        """If all parameters are their mean now."""
+        """If all parameters are their mean now, and it was training that moved them."""
+        jumped = self._jumped
+        if isinstance(self._mixer.round, Mean):
+            self._jumped = False
+        if jumped:
+            return
         moved = [self._mixer.moved(block) for block in self._flat.blocks]
         views = self._flat.views(moved) if any(row is not None for row in moved) else {}
         for optimizer in self._gradients if views else ():
-            share(optimizer, lambda parameter: views.get(id(parameter)))
+            momentum.share(optimizer, lambda parameter: views.get(id(parameter)))
 
     def _rate(self) -> float:
         """The learning rate; with several optimizers, or groups, the first one's stands for all."""
@@ -347,6 +355,8 @@ class DecentralizedDataParallel(Wrapper):
                 "optimizer.step(closure) evaluates the loss inside step(), where adapt-while-combine has already mixed the "
                 "parameters and all-reduce has averaged the gradients; use order='atc' with a graph, or step() without a closure"
             )
+        if self.schedule.shares_momentum and optimizer is next(iter(self._gradients)):
+            self._jumped |= self._flat.touched
         if self.averages_gradients:
             self._begin()
             self._gradients[optimizer].average()
@@ -367,6 +377,8 @@ class DecentralizedDataParallel(Wrapper):
             self._finish()
         self.steps += 1
         self._begun = False
+        if self.schedule.shares_momentum:
+            self._flat.settle()
 
     def _watch(self, scaler: torch.amp.GradScaler, last: torch.optim.Optimizer) -> None:
         """A GradScaler that finds an infinite gradient does not call ``step()``, so no hook fires."""
@@ -438,12 +450,15 @@ class DecentralizedDataParallel(Wrapper):
         if self._averaged:
             raise GossamerError("consensus() inside consensus()")
         self._flat.check(busy=self._in_flight is not None and not self._mixer.send_copy)
+        touched = self._flat.touched
         with consensus.averaged(self._flat, self._mixer, self.module, reestimate):
             self._averaged = True
             try:
                 yield self
             finally:
                 self._averaged = False
+        if not touched:
+            self._flat.settle()  # they are what they were
 
     def average_(self) -> None:
         """Parameters and floating-point buffers become their mean over the workers, for good. All workers call it."""
@@ -524,6 +539,8 @@ class DecentralizedDataParallel(Wrapper):
 
     def _capture(self, also: Mapping[str, Any]) -> dict[str, Any]:
         state = state_of_worker.capture(self._bare(), list(self._gradients), self.schedule, self.signals, also)
+        now = self._current_schedule.state_dict()
+        state["schedule"] |= {key: value for key, value in now.items() if key != "changes"}
         return state | {"means": self._mixer.state_dict(self._flat.blocks)}
 
     def _restore(self, state: dict[str, Any], where: str, also: Mapping[str, Any]) -> None:

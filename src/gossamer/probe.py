@@ -57,8 +57,8 @@ class Probe:
             self._rows = rows.clone()
             return
         mine = rows.double()
-        numbers = mine.new_tensor([float(mine.square().sum(dim=1).mean()), *self._given])
-        mine = torch.cat([mine.mean(dim=0), numbers]).unsqueeze(0)
+        square = mine.square().sum(dim=1).mean(dim=0, keepdim=True)
+        mine = torch.cat([mine.mean(dim=0), square, mine.new_tensor(self._given)]).unsqueeze(0)
         self._sums, everyone = torch.empty_like(mine), Mean(self._exchange.size)
         members = range(self._exchange.size)
         self._flight = self._exchange.slices(mine, self._sums, members, lambda x, y: mixing.mix(everyone, x, y), tag)
@@ -78,7 +78,7 @@ class Probe:
             if flight.lost & flight.essential:
                 return
             mean, numbers = self._sums[0].split([self._sums.shape[1] - 1 - len(self._given), 1 + len(self._given)])
-            length = float(mean.square().sum())
+            length = math.fsum(mean.square().tolist())  # exact: a sum may differ between processors, and all must see the same
             apart, carried = float(numbers[0]) - length, tuple(numbers[1:].tolist())
         scale = block.x.shape[1] / len(mean)
         self._sight = Sight(step, math.sqrt(max(0.0, scale * apart)), math.sqrt(scale * length), carried[0], carried[1:])

@@ -206,6 +206,11 @@ class Replicas:
 
     # --- Single replicas and their mean ----------------------------------------------------------------------------------
 
+    def alike(self, i: int, j: int) -> bool:
+        """Whether these two are the same to the bit."""
+        pairs = [(block.x[i], block.x[j]) for block in self.blocks] + [(b[i], b[j]) for b in self.buffers.values()]
+        return all(torch.equal(a, b) for a, b in pairs)
+
     @contextlib.contextmanager
     def replica(self, i: int) -> Iterator[nn.Module]:
         """Replica i as an ordinary module, in evaluation mode, for as long as the block lasts."""

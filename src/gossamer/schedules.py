@@ -216,11 +216,12 @@ class AdaAuto(Schedule):
         return self.levels[self.level].graph, self._why
 
     def learnt(self) -> tuple[float, ...]:
-        return self.noise, self.usual, self.fastest
+        return self.noise, self.usual, self.fastest, float(self.patience)
 
     def observe(self, sight: Sight) -> None:
         # What each had learnt travels along and is averaged: so somebody who came later, or missed a sight, learns it too.
-        self.noise, self.usual, self.fastest = sight.carried
+        self.noise, self.usual, self.fastest, patience = sight.carried
+        self.patience = round(patience)
         before, self._seen = self._seen, sight.step
         rate, self._rate = self._rate, sight.rate
         if before is None:

@@ -74,7 +74,7 @@ def run_cell(
             pause.reset()
             if trainer.agreed(stop()):
                 return False
-        result = trainer.evaluate()
+        result = trainer.evaluate(spec.profile.singles)
         numbers: dict[str, float | int | None] = {
             "value": result.value,
             "value_mean": result.mean,

@@ -100,9 +100,11 @@ class LearningRatePart(_Part):
 
 
 class ProfilePart(_Part):
-    """A look inside every replica each ``every`` steps (0: never)."""
+    """A look inside every replica each ``every`` steps (0: never); at the end ``singles`` of them (default: all) are evaluated one
+    by one, beside the averaged model."""
 
     every: int = Field(10, ge=0)
+    singles: int | None = Field(None, ge=1)
 
 
 class TargetPart(_Part):

@@ -14,6 +14,7 @@ import numpy as np
 import scipy.sparse
 from scipy.sparse.csgraph import connected_components
 
+from gossamer import codec
 from gossamer.errors import GossamerError
 from gossamer.rounds import General, Groups, Hosts, Mean, Permutation, Round, Window
 from gossamer.runtime.cluster import Cluster
@@ -173,7 +174,8 @@ def by_library(cluster: Cluster, round_: Round, size: int, edge_share: float, ve
         return Stages(cluster, round_, size)
     how = how if verb == "auto" else verb
     if how == "slices":
-        return slices(cluster, round_, size)
+        share = codec.SHARE if isinstance(round_, Mean) and round_.bits < 32 else 1.0
+        return slices(cluster, round_, size * share)
     if isinstance(round_, Permutation):
         return Shift(cluster, np.asarray(round_.source), size * edge_share)
     return Edges(cluster, *edges(round_), size * edge_share)
