@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,15 +49,24 @@ class Experiment:
     def methods(self) -> list[str]:
         return sorted({run["method"] for run in self.runs}, key=ORDER.index)
 
-    def value(self, run: dict[str, Any]) -> float:
-        """Accuracy in percent, or perplexity; a run that diverged has nothing, which counts as a guess."""
-        value = run["value"]
+    def value(self, run: dict[str, Any], what: str = "value") -> float:
+        """Accuracy in percent, or perplexity; a run that diverged has nothing, which counts as a guess among ten classes."""
+        value = run[what]
         if value is None:
             return 10.0 if self.percent else float("nan")
         return 100 * value if self.percent else value
 
-    def values(self, method: str, n: int) -> Estimate:
-        return estimate(self.value(run) for run in self.select(method, n))
+    def values(self, method: str, n: int, what: str = "value") -> Estimate:
+        """Over the seeds that all methods have: some have more, for pairs."""
+        return estimate(self.value(run, what) for run in self.select(method, n) if run["seed"] in self.seeds(n))
+
+    def seeds(self, n: int) -> set[int]:
+        return set.intersection(*({run["seed"] for run in self.select(m, n)} for m in self.methods))
+
+    def said(self, method: str, n: int, what: str = "value") -> str:
+        runs = self.select(method, n)
+        diverged = sum(run["status"] == "diverged" for run in runs)
+        return say(self.values(method, n, what)) + (f" ({diverged} of {len(runs)} diverged)" if diverged else "")
 
     def against(self, method: str, other: str, n: int) -> Estimate:
         """Differences of runs with the same seed: in points, or in percent of the other's perplexity."""
@@ -116,18 +127,22 @@ def against_bytes(found: Found) -> str:
             n = x.scales[-1]
             dots = []
             for m in x.methods:
-                e = x.values(m, n)
+                e = x.against(m, "complete", n)
                 kind = "ours" if m == "ada-auto" else "ddp" if m in ("centralized", "complete") else "none"
-                dots.append(chart.Dot(m, 100 * x.share(m, n), e.mean, e.low, e.high, kind))
-            panels.append(chart.Scatter(f"{title}, {n} replicas", x.unit, dots, reach, "highest" if x.percent else "lowest"))
-    note = "Averaged model; mean over seeds and its 95 % interval. Orange: all-reduce. Blue: ada-auto, the same setting everywhere."
+                dots.append(chart.Dot(SHORT.get(m, m), 100 * x.share(m, n), e.mean, e.low, e.high, kind))
+            unit = "accuracy, points" if x.percent else "perplexity, % (less is better)"
+            panels.append(chart.Scatter(f"{title}, {n} replicas", unit, dots, reach, "highest" if x.percent else "lowest"))
+    note = "Differences to complete, seed by seed: mean and 95 % interval. Orange: all-reduce. Blue: ada-auto, the same setting everywhere."
     return chart.scatters(panels, "What was reached, and what was sent for it", note, "bytes, % of all-reduce")
+
+
+SHORT = {"periodic:every=8,gap=1": "periodic", "one-peer-exponential": "one-peer"}
 
 
 TASKS = (
     ("fashion", "Fashion-MNIST, MLP", 6.0),
     ("cifar", "CIFAR-10, ResNet-8", 12.0),
-    ("lstm", "WikiText-2 (a part), LSTM", 150.0),
+    ("lstm", "WikiText-2 (a part), LSTM", 40.0),
     ("n1008", "Fashion-MNIST, MLP", 12.0),
 )
 
@@ -181,11 +196,34 @@ def scale_table(x: Experiment) -> Iterator[str]:
     yield "| method | " + " | ".join(f"n={n}" for n in x.scales) + " |"
     yield "| --- |" + " --- |" * len(x.scales)
     for m in x.methods:
-        yield f"| {m} | " + " | ".join(say(x.values(m, n)) for n in x.scales) + " |"
+        yield f"| {m} | " + " | ".join(x.said(m, n) for n in x.scales) + " |"
+
+
+def early(x: Experiment) -> Iterator[str]:
+    """When the replicas' norms are most dispersed."""
+    yield "| method | Gini in the first tenth | largest | at, % of training | at the end |"
+    yield "| --- | --- | --- | --- | --- |"
+    n = x.scales[-1]
+    for m in x.methods:
+        runs = [run for run in x.select(m, n) if run["looks"] and m != "centralized" and run["status"] == "done"]
+        if runs:
+            ginis = [run["dispersion"]["gini"] for run in runs]
+            peaks = [max(range(len(gini)), key=gini.__getitem__) for gini in ginis]
+            at = [100 * run["looks"][k] / run["steps"] for run, k in zip(runs, peaks, strict=True)]
+            first, most, last = (
+                statistics.fmean(values)
+                for values in (
+                    [run["early"]["gini"] for run in runs],
+                    [gini[k] for gini, k in zip(ginis, peaks, strict=True)],
+                    [gini[-1] for gini in ginis],
+                )
+            )
+            where = f"{min(at):.0f} to {max(at):.0f}" if round(min(at)) < round(max(at)) else f"{at[0]:.0f}"
+            yield f"| {m} | {first:.4f} | {most:.4f} | {where} | {last:.4f} |"
 
 
 def correlations(x: Experiment) -> Iterator[str]:
-    """Early dispersion against what was reached: Spearman's ρ over the methods, per seed."""
+    """Early dispersion against what was reached: Spearman's ρ over the decentralized methods, of each seed."""
     measures = [*MEASURES, "consensus"]
     yield "| n | " + " | ".join(measures) + " |"
     yield "| --- |" + " --- |" * len(measures)
@@ -193,29 +231,29 @@ def correlations(x: Experiment) -> Iterator[str]:
         row = []
         for measure in measures:
             found = []
-            for seed in sorted({run["seed"] for run in x.runs}):
+            for seed in sorted(x.seeds(n)):
                 cell = [
-                    run
-                    for run in x.runs
-                    if run["seed"] == seed and run["replicas"] == n and run["early"].get(measure) is not None
+                    run for run in x.runs if run["seed"] == seed and run["replicas"] == n and run["method"] != "centralized"
                 ]
                 if len(cell) > 2:
-                    pairs = [(run["early"][measure], x.value(run)) for run in cell]
+                    # What is not finite is the most of all; a run that diverged is the worst.
+                    pairs = [(math.inf if (seen := run["early"][measure]) is None else seen, x.value(run)) for run in cell]
                     found.append(float(scipy.stats.spearmanr(*zip(*pairs, strict=True)).statistic))
-            row.append(say(estimate(found)))
+            row.append(", ".join(f"{rho:.1f}" if abs(rho) < 0.995 else f"{rho:.0f}" for rho in found))
         yield f"| {n} | " + " | ".join(row) + " |"
 
 
 def method_table(x: Experiment) -> Iterator[str]:
     unit = "points" if x.percent else "%"
-    yield f"| method | {x.unit} | against complete, {unit} | against ada, {unit} | bytes of all-reduce | seeds |"
-    yield "| --- | --- | --- | --- | --- | --- |"
+    yield f"| method | {x.unit} | worst replica | against complete, {unit} | against ada, {unit} | bytes of all-reduce | pairs |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
     n = x.scales[-1]
     for m in x.methods:
         versus = [
             say(x.against(m, other, n), sign=True) if m != other and other in x.methods else "" for other in ("complete", "ada")
         ]
-        yield f"| {m} | {say(x.values(m, n))} | {versus[0]} | {versus[1]} | {100 * x.share(m, n):.0f} % | {len(x.select(m, n))} |"
+        reached = f"{x.said(m, n)} | {x.values(m, n, 'worst').mean:.2f}"
+        yield f"| {m} | {reached} | {versus[0]} | {versus[1]} | {100 * x.share(m, n):.0f} % | {len(x.select(m, n))} |"
 
 
 def adam_table(x: Experiment) -> Iterator[str]:
@@ -223,12 +261,14 @@ def adam_table(x: Experiment) -> Iterator[str]:
     yield "| --- | --- | --- |"
     n = x.scales[-1]
     for m in x.methods:
-        yield f"| {m} | {say(x.values(m, n))} | {say(x.against(m, 'dadam', n), sign=True) if m != 'dadam' else ''} |"
+        yield f"| {m} | {x.said(m, n)} | {say(x.against(m, 'dadam', n), sign=True) if m != 'dadam' else ''} |"
 
 
 TABLES: dict[str, tuple[str, Callable[[Experiment], Iterator[str]]]] = {
     "scale": ("scale", scale_table),
+    "early": ("scale", early),
     "correlations": ("scale", correlations),
+    "correlations of fashion": ("fashion", correlations),
     "sqrt": ("sqrt", scale_table),
     "fashion": ("fashion", method_table),
     "cifar": ("cifar", method_table),
