@@ -37,7 +37,7 @@ CELLS = (
     Small("scale", "ring", 12, {"epochs": 1, "options": {"train": 9600, "test": 2000}}),
     Small("sqrt", "exponential", 48, {"epochs": 1, "options": {"train": 19200, "test": 2000}}),
     Small("fashion", "ada-auto", 96, {"epochs": 2, "options": {"train": 15360, "test": 2000}}),
-    Small("n1008", "exponential", 1008, {"epochs": 1, "options": {"train": 24192, "test": 2000}}),
+    Small("n1008", "exponential", 1008, {"epochs": 3, "options": {"train": 24192, "test": 2000}}),
     Small("cifar", "ada-auto", 96, {"epochs": 1, "options": {"train": 7680, "test": 1000}}),
     Small("lstm", "ada-auto", 96, {"epochs": 1, "options": {"train": 40000, "test": 3000}}),
     Small("adam", "accumadam", 16, {"epochs": 1, "options": {"train": 131072, "test": 8192}}),
