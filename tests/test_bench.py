@@ -24,6 +24,7 @@ from gossamer.dbench.report import write
 from gossamer.dbench.results import as_csv, results
 from gossamer.dbench.store import FILE, Store
 from gossamer.errors import GossamerError
+from gossamer.replicas import Replicas
 from tests.commands import ROOT, gossamer, inside
 from tests.models import task
 
@@ -363,6 +364,27 @@ def test_another_task_in_the_same_folder_is_refused(tmp_path):
         bench(specs.build(raw), tmp_path, task=task(name="other"), quiet=True)
     with pytest.raises(GossamerError, match="results of another task .*train"):
         bench(specs.build(raw), tmp_path, task=task(samples=320), quiet=True)
+
+
+def test_ctrl_c_while_replicas_are_evaluated(tmp_path, monkeypatch):
+    raw = {
+        "name": "slow",
+        "replicas": [4],
+        "methods": ["ring"],
+        "backend": "tape",
+        "task": {"name": "toy", "epochs": 2, "batch": 8},
+        "profile": {"every": 5},
+    }
+    rows, alike = [], Replicas.alike
+    for interrupted in (False, True):
+        out = tmp_path / str(interrupted)
+        with monkeypatch.context() as patch:
+            if interrupted:  # when the second replica's turn comes
+                patch.setattr(Replicas, "alike", lambda *a: os.kill(os.getpid(), signal.SIGINT) or alike(*a))
+                assert not bench(specs.build(raw), out, task=task(), jobs=1, quiet=True).complete
+        assert bench(specs.build(raw), out, task=task(), jobs=1, quiet=True).complete
+        rows.append([{k: v for k, v in row.items() if k != "seconds"} for row in results(Store(out / FILE))])
+    assert rows[0] == rows[1]
 
 
 def test_brackets_in_names_and_a_run_that_grows_out_of_bounds(tmp_path):

@@ -296,6 +296,12 @@ class Trainer:
     def evaluate(self, singles: int | None = None) -> Evaluation:
         """The averaged model, and every single replica, or so many of them, evenly spread. One that differs from the one before
         takes as long as :meth:`value`."""
+        result = self.evaluate_unless(lambda: False, singles)
+        assert result is not None
+        return result
+
+    def evaluate_unless(self, stop: Callable[[], bool], singles: int | None = None) -> Evaluation | None:
+        """The same, if nobody wants to stop meanwhile. With several processes that can't be agreed upon here, so they go on."""
         r, start = self.replicas.r, self.mixer.rows.start
         n = r * (self.exchange.size if self.exchange is not None else 1)
         some = n if singles is None else max(1, min(singles, n))
@@ -303,6 +309,8 @@ class Trainer:
         mine, last = [math.nan] * r, -1
         for i in range(r):
             if start + i in chosen:
+                if self.exchange is None and stop():
+                    return None
                 if last >= 0 and self.replicas.alike(i, last):
                     mine[i] = mine[last]
                 else:

@@ -74,7 +74,11 @@ def run_cell(
             pause.reset()
             if trainer.agreed(stop()):
                 return False
-        result = trainer.evaluate(spec.profile.singles)
+        result = trainer.evaluate_unless(stop, spec.profile.singles)
+        if result is None:  # trained, and evaluated next time
+            book.add(*unsaved())
+            trainer.save(book.path)
+            return False
         numbers: dict[str, float | int | None] = {
             "value": result.value,
             "value_mean": result.mean,
