@@ -130,10 +130,8 @@ def lines(
     level: tuple[float, str] | None = None,
     log: bool = False,
     marks: Sequence[tuple[float, str]] = (),
-    zoom: bool = False,
 ) -> str:
-    """``level``: a horizontal line and what it says; ``marks``: vertical ones. ``log``: y is logarithmic. ``zoom``: y
-    need not begin at 0."""
+    """``level``: a horizontal line and what it says; ``marks``: vertical ones. ``log``: y is logarithmic."""
     width, height, left, right, size = 860, 460, 64, 24, 12
     names = list(dict.fromkeys(line.name for line in series))
     colours = {name: LINES[k % len(LINES)] for k, name in enumerate(names)}
@@ -143,10 +141,9 @@ def lines(
     ys = [y for line in series for y in line.y] + ([level[0]] if level else [])
     scale = math.log if log else float
     right_end = max(xs, default=1.0) or 1.0
-    tight = log or zoom
-    lowest, highest = (min(ys, default=1.0), max(ys, default=2.0)) if tight else (min([0.0, *ys]), max(ys, default=1.0))
+    lowest, highest = (min(ys, default=1.0), max(ys, default=2.0)) if log else (min([0.0, *ys]), max(ys, default=1.0))
     low, high = scale(lowest), scale(highest)
-    low, high = (low - 0.04 * (high - low) if tight or low < 0 else low), high + (0.2 if marks else 0.04) * (high - low) + 1e-9
+    low, high = (low - 0.04 * (high - low) if log or low < 0 else low), high + (0.2 if marks else 0.04) * (high - low) + 1e-9
 
     def place(x: float, y: float) -> tuple[float, float]:
         return left + x / right_end * (width - left - right), bottom - (scale(y) - low) / (high - low) * (bottom - top)
