@@ -5,8 +5,8 @@
     python -m studies small                  # the cells that CI repeats; a few minutes
     python -m studies figures                # the figures and tables of the page, from the committed results
 
-An experiment is a spec in ``studies/specs``, some with a second one (``NAME.more.toml``) that has more seeds of the methods which are
-compared pair by pair; its raw results go to ``runs/study-NAME`` and a small extract to ``studies/results``.
+An experiment is a spec in ``studies/specs``, some with more parts: ``NAME.more.toml`` has more seeds of the methods which are compared
+pair by pair, ``NAME.bits.toml`` a control; its raw results go to ``runs/study-NAME`` and a small extract to ``studies/results``.
 CIFAR-10 and WikiText-2 are looked for in ``$GOSSAMER_DATA``.
 """
 
@@ -27,7 +27,7 @@ SPECS, RESULTS = HERE / "specs", HERE / "results"
 
 def parts(name: str) -> list[Path]:
     """The specs of an experiment."""
-    return [SPECS / f"{name}.toml", *SPECS.glob(f"{name}.more.toml")]
+    return [SPECS / f"{name}.toml", *sorted(SPECS.glob(f"{name}.*.toml"))]
 
 
 def run(names: list[str], jobs: int | None) -> bool:
@@ -45,7 +45,7 @@ def run(names: list[str], jobs: int | None) -> bool:
 
 
 def main() -> None:
-    known = sorted(path.stem for path in SPECS.glob("*.toml") if not path.stem.endswith(".more"))
+    known = sorted(path.stem for path in SPECS.glob("*.toml") if "." not in path.stem)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="what", required=True)
     runs = commands.add_parser("run", help="run experiments")

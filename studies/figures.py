@@ -18,10 +18,12 @@ from gossamer.dbench.analysis import Estimate, estimate
 from gossamer.profile import MEASURES
 
 PAGE = Path(__file__).parent.parent / "docs" / "study.md"
+CONTROL = "periodic:every=1,bits=8"  # ada-auto if it stayed where it begins
 ORDER = (
     "centralized",
     "complete",
     "ada-auto",
+    CONTROL,
     "ada",
     "periodic:every=8,gap=1",
     "exponential",
@@ -130,7 +132,7 @@ def against_bytes(found: Found) -> str:
             x = found[name]
             n = x.scales[-1]
             dots = []
-            for m in x.methods:
+            for m in (m for m in x.methods if m != CONTROL):  # it would cover ada-auto
                 e = x.against(m, "complete", n)
                 kind = "ours" if m == "ada-auto" else "ddp" if m in ("centralized", "complete") else "none"
                 dots.append(chart.Dot(SHORT.get(m, m), 100 * x.share(m, n), e.mean, e.low, e.high, kind))
@@ -237,7 +239,9 @@ def correlations(x: Experiment) -> Iterator[str]:
             found = []
             for seed in sorted(x.seeds(n)):
                 cell = [
-                    run for run in x.runs if run["seed"] == seed and run["replicas"] == n and run["method"] != "centralized"
+                    run
+                    for run in x.runs
+                    if run["seed"] == seed and run["replicas"] == n and run["method"] not in ("centralized", CONTROL)
                 ]
                 if len(cell) > 2:
                     # What is not finite is the most of all; a run that diverged is the worst.

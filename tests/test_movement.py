@@ -122,3 +122,20 @@ def test_graphs_with_means_in_few_bits():
     assert graph.cost(1 << 20) == pytest.approx(graphs.parse("periodic:every=2", 4).cost(1 << 20) * 65 / 256, rel=1e-3)
     with pytest.raises(GossamerError, match="bits=4 is not known; means travel in 32 or 8 bits"):
         graphs.parse("periodic:bits=4", 4)
+
+
+def test_what_all_know_of_other_blocks_is_forgotten():
+    """Parameters that were frozen when it was saved are a block of their own now."""
+    mixer, block = Mixer(2), Block([("a", nn.Parameter(torch.zeros(5)), False)], 2, torch.device("cpu"))
+    other = Block([("b", nn.Parameter(torch.zeros(300)), False)], 2, torch.device("cpu"))
+    kept = {"mean": block.x[0].clone(), "step": 3}
+    for blocks, state, known in (
+        ([block], [kept], 1),
+        ([block], [kept, None], 0),
+        ([block, other], [kept], 0),
+        ([other], [kept], 0),
+    ):
+        mixer.load_state_dict(blocks, state)
+        assert len(mixer._movements) == known
+    mixer.load_state_dict([block], [])
+    assert not mixer._movements

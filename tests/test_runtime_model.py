@@ -9,7 +9,7 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossamer import GossamerError, graphs
+from gossamer import GossamerError, codec, graphs
 from gossamer.rounds import Hosts, Mean
 from gossamer.runtime import DDP, Cluster, DecentDP, Gossip, StochasticGradientPush, Workload, bound, network, simulate
 from gossamer.runtime.cluster import build
@@ -152,6 +152,12 @@ def test_latency_and_processor_costs_by_hand():
     assert ms(DDP(overlap=False)) == pytest.approx(60 + 2 * (1 + 32 + 12) + 32 + 10)
     faster = cluster(2, 1, 1.0, costs=costs | {"ring": 0.75}, latency_us=1000.0)
     assert simulate(faster, WORK, DDP(overlap=False), 40).seconds * 1e3 == pytest.approx(60 + 2 * (1 + 24 + 12) + 32 + 10)
+
+
+def test_a_mean_in_8_bits_takes_a_quarter_of_the_time():
+    made = cluster(4, 1, gbit=1.0)
+    whole, few = (float(np.max(network.by_library(made, Mean(4, bits), 8_000_000, 1.0).seconds)) for bits in (32, 8))
+    assert few == pytest.approx(whole * codec.SHARE)
 
 
 def test_workers_of_a_host_share_its_interface():
