@@ -130,8 +130,13 @@ def lines(
     level: tuple[float, str] | None = None,
     log: bool = False,
     marks: Sequence[tuple[float, str]] = (),
+    log_x: bool = False,
+    span: tuple[float, float] | None = None,
 ) -> str:
-    """``level``: a horizontal line and what it says; ``marks``: vertical ones. ``log``: y is logarithmic."""
+    """``level``: a horizontal line and what it says; ``marks``: vertical ones. ``log``, ``log_x``: y, x are logarithmic.
+
+    ``span``: lines are cut off below and above, so that one which goes astray does not press the others flat; say so in the note.
+    """
     width, height, left, right, size = 860, 460, 64, 24, 12
     names = list(dict.fromkeys(line.name for line in series))
     colours = {name: LINES[k % len(LINES)] for k, name in enumerate(names)}
@@ -141,21 +146,32 @@ def lines(
     ys = [y for line in series for y in line.y] + ([level[0]] if level else [])
     scale = math.log if log else float
     right_end = max(xs, default=1.0) or 1.0
+    left_end = min(xs, default=0.1) if log_x else 0.0
     lowest, highest = (min(ys, default=1.0), max(ys, default=2.0)) if log else (min([0.0, *ys]), max(ys, default=1.0))
+    if span:
+        lowest, highest = span
     low, high = scale(lowest), scale(highest)
-    low, high = (low - 0.04 * (high - low) if log or low < 0 else low), high + (0.2 if marks else 0.04) * (high - low) + 1e-9
+    if not span:
+        low, high = (
+            (low - 0.04 * (high - low) if log or low < 0 else low),
+            high + (0.2 if marks else 0.04) * (high - low) + 1e-9,
+        )
 
     def place(x: float, y: float) -> tuple[float, float]:
-        return left + x / right_end * (width - left - right), bottom - (scale(y) - low) / (high - low) * (bottom - top)
+        part = math.log(x / left_end) / math.log(right_end / left_end) if log_x else x / right_end
+        return left + part * (width - left - right), bottom - (scale(y) - low) / (high - low) * (bottom - top)
 
     parts = _heading(title, note, 20) + _legend([(name, colours[name]) for name in names], left, top - 18, size)
     for tick in log_ticks(lowest, highest) if log else ticks(lowest, highest):
-        _, y = place(0, tick)
+        _, y = place(right_end, tick)
         if not top <= y <= bottom:
             continue
         parts.append(_rule(left, y, width - right, y, _GRID))
         parts.append(_say(f"{tick:g}", left - 8, y + 4, size, anchor="end", colour=_FAINT))
-    for tick in (tick for tick in ticks(0, right_end) if tick <= right_end):
+    x_ticks = ticks(0, right_end)
+    if log_x:  # a few values, as 12, 24, 48, 96, are their own ticks
+        x_ticks = sorted(set(xs)) if len(set(xs)) <= 6 else log_ticks(left_end, right_end)
+    for tick in (tick for tick in x_ticks if left_end <= tick <= right_end):
         x, _ = place(tick, highest)
         parts.append(_rule(x, bottom, x, bottom + 5, _FAINT))
         parts.append(_say(f"{tick:g}", x, bottom + 19, size, anchor="middle", colour=_FAINT))
@@ -165,16 +181,21 @@ def lines(
     parts.append(
         f'<g transform="rotate(-90 16 {middle:.1f})">{_say(y_label, 16, middle, size, anchor="middle")}</g>' if y_label else ""
     )
+    if span:
+        parts.append(f'<clipPath id="inside"><rect x="0" y="{top}" width="{width}" height="{bottom - top}"/></clipPath>')
+        parts.append('<g clip-path="url(#inside)">')
     for line in series:
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in zip(line.x, line.y, strict=True)))
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colours[line.name]}" stroke-width="1.8"/>')
+    if span:
+        parts.append("</g>")
     for k, (at, text) in enumerate(marks):
         x, _ = place(at, highest)
         parts.append(_rule(x, top, x, bottom, _INK, dash=True))
         late = x > 0.75 * width
         parts.append(_say(text, x - 5 if late else x + 5, top + 14 + 16 * (k % 3), size, anchor="end" if late else "start"))
     if level:
-        _, y = place(0, level[0])
+        _, y = place(right_end, level[0])
         parts.append(_rule(left, y, width - right, y, _INK, dash=True))
         parts.append(_say(level[1], width - right, y - 6, size, anchor="end"))
     return _svg(width, height, parts)

@@ -103,13 +103,21 @@ def say(e: Estimate, digits: int = 2, sign: bool = False) -> str:
 Found = Mapping[str, "Experiment"]
 
 
+ERRORS = (10.0, 20.0)  # percent: what the figures show
+
+
+def off_scale(x: Experiment) -> str:
+    """What is above ``ERRORS``, in words."""
+    above = [(m, n, x.error(m, n)) for m in x.methods for n in x.scales if x.error(m, n) > ERRORS[1]]
+    return " ".join(f"Off the scale: {m} with {n} replicas, {error:.0f} %." for m, n, error in above)
+
+
 def by_scale(found: Found) -> str:
     x = found["scale"]
     lines = [chart.Line(m, x.scales, [x.error(m, n) for n in x.scales]) for m in x.methods]
-    note = "Fashion-MNIST, MLP; medians over seeds; linear learning-rate scaling. More replicas are more samples in each step."
-    return chart.lines(
-        lines, "Error of the averaged model against the number of replicas", note, "replicas", "error, %", log=True
-    )
+    note = f"Fashion-MNIST, MLP; medians over seeds; linear learning-rate scaling. {off_scale(x)}"
+    title = "Error of the averaged model against the number of replicas"
+    return chart.lines(lines, title, note, "replicas", "error, %", log_x=True, span=ERRORS)
 
 
 def by_connections(found: Found) -> str:
@@ -119,9 +127,9 @@ def by_connections(found: Found) -> str:
         some = [m for m in x.methods if m != "centralized"]
         points = sorted((x.mean_of("connections", m, n), x.error(m, n)) for m in some)
         lines.append(chart.Line(f"n={n}", [a for a, _ in points], [b for _, b in points]))
-    note = "Fashion-MNIST, MLP; ring, torus, exponential, complete; medians over seeds."
+    note = f"Fashion-MNIST, MLP; ring, torus, exponential, complete; medians over seeds. {off_scale(x)}"
     title = "Error of the averaged model against the replicas that each one hears per step"
-    return chart.lines(lines, title, note, "connections", "error, %", log=True)
+    return chart.lines(lines, title, note, "connections", "error, %", log_x=True, span=ERRORS)
 
 
 def against_bytes(found: Found) -> str:
@@ -159,13 +167,15 @@ def dispersion(found: Found) -> str:
     lines = []
     for method in x.methods:
         cell = [run for run in x.select(method, n) if run["looks"]]
-        if cell and method not in ("centralized", "complete"):
+        if cell and method != "centralized":
             width = min(len(run["looks"]) for run in cell)
-            means = [sum(run["dispersion"]["gini"][k] or 0 for run in cell) / len(cell) for k in range(width)]
+            means = [sum(run["dispersion"]["gini"][k] or 1e-6 for run in cell) / len(cell) for k in range(width)]
             lines.append(chart.Line(method, cell[0]["looks"][:width], means))
-    return chart.lines(
-        lines, f"Dispersion of the replicas' norms, {n} replicas", "Gini index, mean over tensors and seeds.", "step", "Gini"
+    title, note = (
+        f"Dispersion of the replicas' norms, {n} replicas",
+        "Gini index before averaging, mean over tensors and seeds.",
     )
+    return chart.lines(lines, title, note, "step", "Gini", log=True, span=(1e-4, 0.5))
 
 
 def levels(found: Found) -> str:
@@ -253,7 +263,7 @@ def correlations(x: Experiment) -> Iterator[str]:
 
 def method_table(x: Experiment) -> Iterator[str]:
     unit = "points" if x.percent else "%"
-    yield f"| method | {x.unit} | worst replica | against complete, {unit} | against ada, {unit} | bytes of all-reduce | pairs |"
+    yield f"| method | {x.unit} | worst replica | against complete, {unit} | against ada, {unit} | bytes of all-reduce | seeds |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     n = x.scales[-1]
     for m in x.methods:

@@ -18,6 +18,8 @@ from gossamer.runtime.methods import parse
 METHODS = (
     DDP(),
     DDP(overlap=False),
+    DDP(wire="float16"),
+    Gossip("ada-auto", order="atc"),
     Gossip("one-peer-exponential"),
     Gossip("one-peer-exponential", wire="bfloat16"),
     Gossip("one-peer-exponential", send_copy=True),
@@ -139,6 +141,8 @@ def test_latency_and_processor_costs_by_hand():
         "reduce": 3.0,
         "copy": 4.0,
         "apply": 5.0,
+        "encode": 1.5,
+        "decode": 0.75,
     }  # ns/B, but for drag
     made = cluster(2, 1, 1.0, costs=costs, latency_us=1000.0)
 
@@ -149,7 +153,12 @@ def test_latency_and_processor_costs_by_hand():
     assert ms(Gossip("one-peer-exponential", wire="bfloat16")) == pytest.approx(2 + max(60 + 4, 1.2 * (32 + 1)) + 16 + 10)
     assert ms(Gossip("one-peer-exponential", order="atc")) == pytest.approx(70 + 65 + 4)
     assert ms(Gossip("complete", verb="slices")) == pytest.approx(1.2 * (2 * 33 + 40) + 4 + 10)
+    # 12 ms to encode a row, 6 to decode one; between the stages one is decoded and half of one encoded.
+    coded = 12 + (2 * (1 + 32 * codec.SHARE) + 6 + 6) + 6 + 4
+    assert ms(Gossip("periodic:every=1,bits=8", order="atc")) == pytest.approx(70 + coded)
+    assert ms(parse("ada-auto")) == pytest.approx(70 + coded)
     assert ms(DDP(overlap=False)) == pytest.approx(60 + 2 * (1 + 32 + 12) + 32 + 10)
+    assert ms(DDP(overlap=False, wire="float16")) == pytest.approx(60 + 2 * (1 + 16 + 6) + 32 + 2 * 2 + 10)
     faster = cluster(2, 1, 1.0, costs=costs | {"ring": 0.75}, latency_us=1000.0)
     assert simulate(faster, WORK, DDP(overlap=False), 40).seconds * 1e3 == pytest.approx(60 + 2 * (1 + 24 + 12) + 32 + 10)
 
@@ -274,7 +283,7 @@ def test_bounds_are_met_where_nothing_is_uneven():
         ("alternating-exponential-ring", "does not fit 6 workers"),
         ("rong", "did you mean 'ring'"),
         ("ring, H=x", "'H=x' is not known"),
-        ("ddp, bfloat16", "takes no options"),
+        ("ddp, bfloat16", "only float16 may stand"),
     ],
 )
 def test_a_method_that_does_not_fit_says_so(text, says):

@@ -41,13 +41,12 @@ from gossamer.probe import Probe
 from gossamer.profile import Profile
 from gossamer.roster import Change
 from gossamer.rounds import Mean
-from gossamer.schedules import Schedule, schedule
+from gossamer.schedules import Order, Schedule, schedule
 from gossamer.seats import Seat
 from gossamer.survival import Survival
 from gossamer.uneven import Stretch
 from gossamer.wrapper import Wrapper
 
-Order = Literal["awc", "atc"]
 ALL_REDUCE = "all-reduce"
 
 
@@ -57,7 +56,7 @@ class DecentralizedDataParallel(Wrapper):
     - ``graph``: a name, a Graph or a Schedule over the workers; ``"all-reduce"`` averages gradients over all of them, as DDP
       does. A schedule that changes with the epoch (Ada) needs ``epochs`` and ``steps_per_epoch``.
     - ``order``: ``"awc"``, adapt while combine: x <- W x - η d(x), the exchange runs under forward and backward; or ``"atc"``,
-      adapt then combine: x <- W (x - η d(x)), which waits for it.
+      adapt then combine: x <- W (x - η d(x)), which waits for it. By default the schedule's: atc for ``"ada-auto"``, else awc.
     - ``local_steps``: average every that many steps.
     - ``wire``: ``"bfloat16"`` halves what goes to neighbours; one's own copy stays exact.
     - ``send_copy``: send from a copy, so that a slow receiver does not hold a fast sender; costs one pass over the parameters.
@@ -70,7 +69,7 @@ class DecentralizedDataParallel(Wrapper):
         module: nn.Module,
         graph: str | Graph | Schedule = "auto",
         *,
-        order: Order = "awc",
+        order: Order | None = None,
         local_steps: int = 1,
         wire: Wire = "float32",
         send_copy: bool = False,
@@ -80,7 +79,8 @@ class DecentralizedDataParallel(Wrapper):
         timeout: float = 300.0,
     ) -> None:
         super().__init__()
-        _check_choice("order", order, ("awc", "atc"))
+        if order is not None:
+            _check_choice("order", order, ("awc", "atc"))
         _check_choice("init", init, ("broadcast", "keep"))
         if local_steps < 1:
             raise GossamerError(f"local_steps={local_steps}: workers average every that many steps, so it is at least 1")
@@ -97,7 +97,8 @@ class DecentralizedDataParallel(Wrapper):
         self._mixer = Mixer(self.size, self._exchange, wire, send_copy)
         planned = self._seat.size if self._seat else self.size
         self.schedule = schedule("complete" if self.averages_gradients else _per_host(graph), planned)
-        self.order, self.local_steps, self.send_copy = order, local_steps, send_copy
+        self.order: Order = order or self.schedule.order
+        self.local_steps, self.send_copy = local_steps, send_copy
         self.epochs, self.steps_per_epoch = epochs or 1, steps_per_epoch
         if self.schedule.by_epoch and not (epochs and steps_per_epoch):
             raise GossamerError(

@@ -6,12 +6,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from gossamer import graphs
 from gossamer.errors import GossamerError
 from gossamer.frontier import frontier
 from gossamer.graphs import Graph
+
+Order = Literal["awc", "atc"]  # adapt while combine, adapt then combine
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Schedule(ABC):
     watches = False  # whether it wants to be told what is seen at global averages
     shares_momentum = False  # whether workers share it at global averages (see momentum.py)
     by_epoch: ClassVar[bool] = False  # whether it depends on the epoch
+    order: ClassVar[Order] = "awc"  # in which the library averages, unless it is told
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -195,6 +198,8 @@ class AdaAuto(Schedule):
 
     watches = True
     shares_momentum = True
+    # A mean of all in each step leaves no distance where gradients are taken; while combining it would leave that of a step.
+    order = "atc"
 
     def __init__(self, n: int, tolerance: float = _TOLERANCE, cost: Callable[[Graph], float] | None = None) -> None:
         super().__init__(n)

@@ -35,7 +35,8 @@ def bound(
     if cluster.n == 1:
         return slowest
     if isinstance(method, DDP):
-        whole = sum(float(network.everyone(cluster, size).taken[0]) for size, _ in _buckets(workload, method))
+        sizes = (size * method.share for size, _ in _buckets(workload, method))
+        whole = sum(float(network.everyone(cluster, size).taken[0]) for size in sizes)
         return max(slowest, whole)
     if isinstance(method, (DecentDP, StochasticGradientPush)):
         return max(slowest + getattr(method, "overhead", 0.0), _pipelined(cluster, workload, method, iterations))

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossamer import mixing
+from gossamer import codec, mixing
 from gossamer.apps import tasks
 from gossamer.errors import GossamerError
 from gossamer.exchange import Exchange
@@ -217,6 +217,8 @@ class Probe:
         x, other, out = torch.randn(d), torch.randn(d), torch.empty(d)
         narrow, received = torch.empty(d, dtype=torch.bfloat16), torch.randn(d).bfloat16()
         columns, mixed = torch.randn(2, self.n, d // self.n)
+        coded = torch.empty(codec.width(d), dtype=torch.uint8)
+        codec.encode(x, coded)
 
         def per_byte(work: Callable[[], object]) -> float:
             return self.together(work, repeats=9) / (4 * d) * 1e9
@@ -225,6 +227,8 @@ class Probe:
             "combine": per_byte(lambda: mixing.blend(x, 0.5, [(0.5, other)], x)),
             "narrow": per_byte(lambda: narrow.copy_(x)),
             "widen": per_byte(lambda: mixing.correct(x, narrow, [(0.5, received)])),
+            "encode": per_byte(lambda: codec.encode(x - other, coded)),
+            "decode": per_byte(lambda: codec.decode(coded, out)),
             "apply": per_byte(lambda: mixing.mix(Mean(self.n), columns, mixed)),
             "copy": per_byte(lambda: (out.copy_(x), other.copy_(out))),
         }

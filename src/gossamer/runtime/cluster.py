@@ -102,8 +102,8 @@ class Costs(_Part):
     while it computes. ``reduce``: added to each byte of an all-reduce; ``ring``: what such a byte takes of the time that one of
     a row does on the same wire. ``combine``: mixing what has arrived into the parameters. ``apply``: the same for slices, between
     and after their two stages. ``copy``: gradients into the buffers of an all-reduce and back, or parameters into a copy. ``narrow``:
-    rounding to bfloat16 before it is sent; ``widen``: taking it in afterwards, instead of ``combine``. ``step_us``: microseconds that
-    each averaging step takes in any case, for its own bookkeeping.
+    rounding to bfloat16 before it is sent; ``widen``: taking it in afterwards, instead of ``combine``. ``encode``, ``decode``: to 8 bits
+    and back, where means travel so. ``step_us``: microseconds that each averaging step takes in any case, for its own bookkeeping.
     """
 
     traffic: float = Field(0.0, ge=0)
@@ -115,6 +115,8 @@ class Costs(_Part):
     copy_: float = Field(0.0, ge=0, alias="copy")
     narrow: float = Field(0.0, ge=0)
     widen: float = Field(0.0, ge=0)
+    encode: float = Field(0.0, ge=0)
+    decode: float = Field(0.0, ge=0)
     step_us: float = Field(0.0, ge=0)
 
 

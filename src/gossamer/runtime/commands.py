@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
@@ -48,7 +49,7 @@ def plan_command(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="A method to compare, such as 'ring, bfloat16'; may be repeated. (default: nine)", show_default=False
+            help="A method to compare, such as 'ring, bfloat16'; may be repeated. (default: eleven)", show_default=False
         ),
     ] = None,
     figure_file: Annotated[Path, typer.Option("--figure", help="Where the figure goes.")] = Path("plan.html"),
@@ -132,34 +133,38 @@ def choose_workload(
 
 
 def plan_table(made: Plan) -> Table:
-    table = Table(title=f"{made.workers} workers: {made.workload.name} on {made.cluster.name} (predicted)")
-    for column in (
-        "method",
-        "ms per iteration",
-        "10–90 %",
-        "DDP / it",
-        "10–90 %",
-        "MB sent",
-        "spectral gap",
-        "network",
-        "waiting",
-    ):
-        table.add_column(column, justify="left" if column == "method" else "right")
+    """Fits a terminal of 80 columns."""
+    table = Table(
+        title=f"{made.workers} workers: {made.workload.name} on {made.cluster.name} (predicted)",
+        caption="Per iteration. speed: against DDP; MB: sent by a worker; gap: how well\n"
+        "a step mixes (spectral gap); net, wait: time lost to the network, and to\nwaiting for slower workers",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+    table.add_column("method", min_width=21, overflow="fold")  # "one-peer-exponential," on a line of its own, if need be
+    for column in ("ms", "10–90 %", "speed", "10–90 %", "MB", "gap", "net", "wait"):
+        table.add_column(column, justify="right", no_wrap=True)
     for row in made.rows:
         gap = "–" if row.gap is None else "exact" if row.gap >= 1 - 1e-9 else f"{row.gap:.3g}"
         cells = (
             row.label,
-            f"{row.seconds * 1e3:.4g}",
-            f"{row.low * 1e3:.4g} – {row.high * 1e3:.4g}",
+            _short(row.seconds * 1e3),
+            f"{_short(row.low * 1e3)}–{_short(row.high * 1e3)}",
             f"{row.speedup:.2f}",
-            f"{row.speedup_low:.2f} – {row.speedup_high:.2f}",
-            f"{row.sent / 1e6:.4g}",
+            f"{row.speedup_low:.2f}–{row.speedup_high:.2f}",
+            _short(row.sent / 1e6),
             gap,
             f"{row.network:.0%}",
             f"{row.waiting:.0%}",
         )
         table.add_row(*map(Text, cells), style="bold" if row.label == made.choice else None)
     return table
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def fit_table(found: Fit) -> Table:

@@ -1,7 +1,8 @@
 """Ways to train on several workers, as the model knows them.
 
-``parse`` reads them as a person writes them: ``"ddp"``, ``"ddp (no overlap)"``, ``"one-peer-exponential, bfloat16, H=4"``,
-``"complete, atc"``, ``"ring, edges"``, ``"all-reduce"``, ``"decent-dp: hypercube"``, ``"sgp"``.
+``parse`` reads them as a person writes them: ``"ddp"``, ``"ddp, float16"``, ``"ddp (no overlap)"``,
+``"one-peer-exponential, bfloat16, H=4"``, ``"complete, atc"``, ``"ring, edges"``, ``"all-reduce"``, ``"ada-auto"``,
+``"decent-dp: hypercube"``, ``"sgp"``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Literal
 
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph, told_hosts
-from gossamer.schedules import Schedule, schedule
+from gossamer.schedules import AdaAuto, Order, Schedule, schedule
 
 ALL_REDUCE = "all-reduce"
 
@@ -27,14 +28,20 @@ class Method(ABC):
 @dataclass(frozen=True)
 class DDP(Method):
     """torch's DistributedDataParallel: gradients are all-reduced around a ring, a bucket at a time, under backward. ``bucket_mb`` as
-    torch takes it. Without ``overlap``: all of them when backward is done."""
+    torch takes it. Without ``overlap``: all of them when backward is done. ``wire="float16"``: with torch's ``fp16_compress_hook``."""
 
     overlap: bool = True
     bucket_mb: float | None = None
+    wire: Literal["float32", "float16"] = "float32"
 
     @property
     def label(self) -> str:
-        return "ddp" if self.overlap else "ddp (no overlap)"
+        return ("ddp" if self.overlap else "ddp (no overlap)") + (", float16" if self.wire == "float16" else "")
+
+    @property
+    def share(self) -> float:
+        """Of the bytes of float32."""
+        return 0.5 if self.wire == "float16" else 1.0
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class Gossip(Method):
     """Gossamer's ``DecentralizedDataParallel``, with its options. ``verb``: how rows travel; "auto" is what the library does."""
 
     graph: str | Graph | Schedule = "one-peer-exponential"
-    order: Literal["awc", "atc"] = "awc"
+    order: Order = "awc"
     wire: Literal["float32", "bfloat16"] = "float32"
     local_steps: int = 1
     send_copy: bool = False
@@ -113,15 +120,17 @@ def graph_of(method: Method, n: int, per_host: int = 1) -> Schedule:
 def parse(text: str) -> Method:
     name, *options = (part.strip() for part in text.split(", "))
     if name in ("ddp", "ddp (no overlap)"):
-        if options:
-            raise GossamerError(f"method {text!r}: ddp takes no options here")
-        return DDP(overlap=name == "ddp")
+        if options not in ([], ["float16"]):
+            raise GossamerError(f"method {text!r}: after ddp only float16 may stand")
+        return DDP(overlap=name == "ddp", wire="float16" if options else "float32")
     if name == "sgp":
         return StochasticGradientPush()
     if name.startswith("decent-dp"):
         return DecentDP(name.partition(":")[2].strip() or "hypercube")
     atc = name.endswith(" (atc)")
-    chosen: dict[str, object] = {"graph": name.removesuffix(" (atc)"), "order": "atc" if atc else "awc"}
+    graph = name.removesuffix(" (atc)")
+    by_itself = graph.partition(":")[0].strip().lower() == "ada-auto"
+    chosen: dict[str, object] = {"graph": graph, "order": "atc" if atc else AdaAuto.order if by_itself else Schedule.order}
     for option in options:
         if option in ("awc", "atc"):
             chosen["order"] = option

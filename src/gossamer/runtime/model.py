@@ -72,7 +72,9 @@ class Stepper(ABC):
         self.sent = 0.0  # bytes of the busiest worker, all steps together
         costs = cluster.costs
         row = workload.row_bytes * 1e-9
-        self.costs = {key: getattr(costs, key) * row for key in ("traffic", "combine", "copy_", "narrow", "widen")}
+        self.costs = {
+            key: getattr(costs, key) * row for key in ("traffic", "combine", "copy_", "narrow", "widen", "encode", "decode")
+        }
 
     @abstractmethod
     def step(self, t: int, factor: Array, epoch: int, epochs: int) -> None:
@@ -94,10 +96,13 @@ class DDPStepper(Stepper):
         super().__init__(cluster, workload, method)
         cap = method.bucket_mb if method.overlap else workload.row_bytes
         everyone = network.Rings(cluster, Mean(self.n))
-        self.buckets = [(share, everyone.sized(size)) for size, share in workload.buckets(cap if self.n > 1 else None)]
+        buckets = workload.buckets(cap if self.n > 1 else None)
+        self.buckets = [(share, everyone.sized(size * method.share)) for size, share in buckets]
         early = sum(float(transfer.sent[0]) for _, transfer in self.buckets[:-1])
         self.beside = cluster.costs.traffic * 1e-9 * early  # the last bucket has nothing left to run beside
         self.around = self.costs["copy_"] if self.n > 1 else 0.0
+        if method.wire == "float16" and self.n > 1:
+            self.around += 2 * self.costs["narrow"]  # and wide again
         self.sent_each = sum(float(transfer.sent[0]) for _, transfer in self.buckets)
 
     def step(self, t: int, factor: Array, epoch: int, epochs: int) -> None:
@@ -154,6 +159,8 @@ class GossipStepper(Stepper):
         if self.method.wire == "bfloat16" and not slices:
             return self.costs["narrow"], own + self.costs["widen"], True
         copy = self.costs["copy_"] / 2 if self.method.send_copy else 0.0
+        if transfer.coded:
+            return copy + self.costs["encode"], own + self.costs["decode"] + self.costs["combine"], False
         return copy, own + self.costs["combine"], self.method.send_copy and not slices
 
     def step(self, t: int, factor: Array, epoch: int, epochs: int) -> None:

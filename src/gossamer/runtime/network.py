@@ -23,10 +23,11 @@ Array = np.ndarray
 
 
 class Transfer(ABC):
-    """``seconds``: how long a worker's part takes if nobody waits; ``sent``: bytes that leave it. Both ``[n]``."""
+    """``seconds``: how long a worker's part takes if nobody waits; ``sent``: bytes that leave it. Both ``[n]``. ``coded``: in 8 bits."""
 
     seconds: Array
     sent: Array
+    coded = False
 
     def dragged(self, drag: float) -> Transfer:
         """The same, when it takes longer by this share."""
@@ -173,20 +174,24 @@ def by_library(cluster: Cluster, round_: Round, size: int, edge_share: float, ve
             raise GossamerError("hierarchical has its own way over the hosts; leave out edges or slices")
         return Stages(cluster, round_, size)
     how = how if verb == "auto" else verb
+    if how == "slices" and isinstance(round_, Mean) and round_.bits < 32:
+        costs = cluster.costs  # the owner of some columns reads everybody's, and writes their mean
+        made = slices(cluster, round_, size * codec.SHARE, (costs.decode + costs.encode / round_.n) * 1e-9 * size)
+        made.coded = True
+        return made
     if how == "slices":
-        share = codec.SHARE if isinstance(round_, Mean) and round_.bits < 32 else 1.0
-        return slices(cluster, round_, size * share)
+        return slices(cluster, round_, size)
     if isinstance(round_, Permutation):
         return Shift(cluster, np.asarray(round_.source), size * edge_share)
     return Edges(cluster, *edges(round_), size * edge_share)
 
 
-def slices(cluster: Cluster, round_: Round, size: float) -> Transfer:
-    """Everyone's columns to their owner, applied there, and back: two stages."""
+def slices(cluster: Cluster, round_: Round, size: float, between: float | None = None) -> Transfer:
+    """Everyone's columns to their owner, applied there, and back: two stages. ``between``: seconds of applying."""
     groups = _groups(round_)
     sizes = np.array([len(group) for group in groups])
     stage = _stage_seconds(cluster, groups, size)
-    apply = np.where(sizes > 1, cluster.costs.apply * 1e-9 * size, 0.0)
+    apply = np.where(sizes > 1, cluster.costs.apply * 1e-9 * size if between is None else between, 0.0)
     return _together(groups, 2 * stage + apply, 2 * (sizes - 1) / sizes * size, cluster.n)
 
 

@@ -20,18 +20,21 @@ from gossamer.runtime.cluster import Cluster
 from gossamer.runtime.methods import ALL_REDUCE, DDP, Gossip, Method, graph_of, parse
 from gossamer.runtime.model import Outcome, simulate
 from gossamer.runtime.workload import Workload, gradient_sizes
-from gossamer.schedules import Fixed
+from gossamer.schedules import AdaAuto, Fixed
 from gossamer.tasks import Task
 
 _DRAWS = 9
 _WORTH = 1.05  # a speed-up that is worth changing the way one trains
 _ALIKE = 1.03  # two methods that are this near to each other are chosen between by other things than time
+_SAME = 1.1  # so much longer than the fastest graph may a method take that trains as all-reduce does: nobody has to ask what is lost
 _DENSE = 256  # workers up to which any spectral gap is computed
 _MIXES = 0.1  # the spectral gap from which on a graph is proposed: a ring of 32 (0.013) is fast, and its workers hardly hear of each other
 _WORK = 1_500_000  # worker-steps per simulation, about
 
 DEFAULT = (
     "ddp",
+    "ddp, float16",
+    "ada-auto",
     "one-peer-exponential",
     "one-peer-exponential, bfloat16",
     "one-peer-exponential, H=4",
@@ -151,6 +154,8 @@ def _gap(method: Method, cluster: Cluster) -> float | None:
         gap = 1.0
     else:
         made = graph_of(method, cluster.n, cluster.per_host)
+        if isinstance(made, AdaAuto):
+            return 1.0  # where it begins
         if not isinstance(made, Fixed):
             return None
         first = made.fixed.rounds[0]
@@ -170,8 +175,9 @@ def _gap(method: Method, cluster: Cluster) -> float | None:
 
 def advise(rows: Sequence[Row], cluster: Cluster) -> tuple[str, str]:
     """What to use, and one sentence that says why. Averaging only every few steps changes what is trained more than a graph does, so
-    it is named as a further way, never chosen."""
+    it is named as a further way, never chosen. DDP that rounds its gradients is one line of torch: a graph must be faster than that."""
     ddp = next(row for row in rows if row.label == "ddp")
+    half = next((row for row in rows if row.method == DDP(wire="float16") and row.speedup_low >= _WORTH), None)
     every = [row for row in rows if isinstance(row.method, Gossip) and row.method.local_steps == 1]
     graphs = [row for row in every if row.gap is None or row.gap >= _MIXES]
     seldom = [row for row in rows if isinstance(row.method, Gossip) and row.method.local_steps > 1]
@@ -179,6 +185,12 @@ def advise(rows: Sequence[Row], cluster: Cluster) -> tuple[str, str]:
     if not graphs:
         return "ddp", f"Stay with all-reduce (DDP): no graph was compared that mixes well; {lost}."
     best = min(graphs, key=lambda row: row.seconds)
+    if half is not None and best.seconds * _WORTH > half.seconds:
+        return half.label, (
+            f"Stay with all-reduce (DDP) on {cluster.n} workers and let it send float16 (torch's fp16_compress_hook): "
+            f"{_ms(half.seconds)} per iteration instead of {_ms(ddp.seconds)}; {lost}, and the fastest graph, {best.label}, "
+            f"takes {_ms(best.seconds)}."
+        )
     if best.speedup_low < _WORTH:
         if best.speedup <= 1:
             gain = f"no graph is faster than it ({best.label}, the best, takes {best.seconds / ddp.seconds:.2f} times as long)"
@@ -188,16 +200,29 @@ def advise(rows: Sequence[Row], cluster: Cluster) -> tuple[str, str]:
                 f"(between {best.speedup_low - 1:.1%} and {best.speedup_high - 1:.1%}), less than {_WORTH - 1:.0%} for sure"
             )
         return "ddp", f"Stay with all-reduce (DDP) on {cluster.n} workers: {lost}, and {gain}."
-    near = [row for row in graphs if row.seconds <= best.seconds * _ALIKE and row.speedup_low >= _WORTH]
-    taken = min(near, key=lambda row: (row.method.wire != "float32", -(row.gap or 0.0)))  # type: ignore[attr-defined]
+    sure = [row for row in graphs if row.speedup_low >= _WORTH]
+    same = [row for row in sure if _as_all_reduce(row.method) and row.seconds <= best.seconds * _SAME]
+    near = [row for row in sure if row.seconds <= best.seconds * _ALIKE]
+    taken = min(same or near, key=lambda row: (row.method.wire != "float32", -(row.gap or 0.0)))  # type: ignore[attr-defined]
     why = _why(taken, ddp)
-    more = ""
+    more = " With SGD it trains as all-reduce does, up to rounding." if same else ""
+    if same and best is not taken:
+        more += f" {best.label} would take {_ms(best.seconds)}, and changes what is trained."
+    if half is not None:
+        more += f" DDP with torch's float16 hook would take {_ms(half.seconds)}."
     if seldom and (further := min(seldom, key=lambda row: row.seconds)).seconds < taken.seconds / _ALIKE:
-        more = f" {further.label} would take {_ms(further.seconds)}, if workers may drift apart further."
+        more += f" {further.label} would take {_ms(further.seconds)}, if workers may drift apart further."
     return taken.label, (
         f"Use {taken.label} on {cluster.n} workers: {_ms(taken.seconds)} per iteration instead of DDP's {_ms(ddp.seconds)}, "
         f"{taken.speedup:.2f} times as fast (between {taken.speedup_low:.2f} and {taken.speedup_high:.2f}), because {why}.{more}"
     )
+
+
+def _as_all_reduce(method: Method) -> bool:
+    """Whether gradients are taken at the mean of all: at the beginning, at least, with ada-auto."""
+    if not isinstance(method, Gossip) or method.order != "atc" or method.local_steps > 1 or not isinstance(method.graph, str):
+        return False
+    return method.graph.startswith(("complete", "ada-auto", "periodic:every=1,"))
 
 
 def _why(taken: Row, ddp: Row) -> str:
