@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gossamer import GossamerError, LearningRate, Recipe, Settings, Trainer, graphs, mixing
+from gossamer import GossamerError, LearningRate, Recipe, Settings, Task, Trainer, graphs, mixing
 from gossamer.blocks import Block
 from gossamer.frontier import Level, frontier
 from gossamer.learning_rates import WarmupCosine
@@ -281,3 +281,24 @@ def test_training_with_it_resumes_to_the_bit(order, tmp_path):
     full.run()
     assert first.bytes < 0.8 * full.bytes
     assert first.value() > full.value() - 0.05
+
+
+@pytest.mark.parametrize("order", ["dsgd-awc", "dsgd-atc"])
+def test_parameters_of_two_precisions_are_looked_at_once_in_a_step(order):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.scale = nn.Linear(4, 300), nn.Parameter(torch.ones(300, dtype=torch.float64))
+
+        def forward(self, x):
+            return self.a(x) * self.scale.float()
+
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(64, 4, generator=generator), torch.randint(3, (64,), generator=generator)
+    settings = Settings(4, 1, 4, algorithm=order, optimizer=Recipe("sgd", 0.1), backend="loop")
+    trainer = Trainer(Task("two", Two, data, data), settings, "ada-auto")
+    assert len(trainer.replicas.blocks) == 2
+    looks, finish = [], trainer.mixer.probe.finish
+    trainer.mixer.probe.finish = lambda block, step: (looks.append((step, block)), finish(block, step))
+    trainer.run(until=3)
+    assert looks == [(step, trainer.replicas.blocks[0]) for step in range(3)]

@@ -47,6 +47,24 @@ def test_runs_get_the_time_that_the_model_predicts(tmp_path):
     assert "Predicted, not measured" in page
 
 
+def test_ada_auto_weighs_seconds_with_fewer_workers_too(tmp_path):
+    """One of 8 dies: it stays ada-auto, and the report is made. Hosts of 4 can't be filled by 7: bytes stand in."""
+    for cluster in ("office-1g", "ethernet-25g"):
+        raw = RAW | {
+            "replicas": [8],
+            "methods": ["ada-auto"],
+            "algorithm": "dsgd-atc",
+            "clock": {"cluster": cluster},
+            "failures": {"gone": {"events": [{"workers": [3], "at": 1.0}]}},
+        }
+        out = tmp_path / cluster
+        bench(build(raw), out, jobs=1, quiet=True)
+        store = Store(out / FILE)
+        (run,) = analysis.load(store)
+        assert {change.graph for change in run.changes} == {"periodic:every=1,bits=8"}
+        assert "Accuracy against predicted time" in report.page(store, [run])
+
+
 def test_without_a_clock_nothing_is_predicted():
     spec = build({key: value for key, value in RAW.items() if key != "clock"})
     assert clock.predict(spec, tasks.make("digits/mlp")) is None

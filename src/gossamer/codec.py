@@ -1,10 +1,18 @@
 """Rows in a quarter of their bytes: 64 numbers at a time share a power of two (one byte), and each has 8 bits of its own.
 
-No error is larger than 1/64 of the largest of the 64, nor, but for that one, than 1/128. Everything is done in powers of two and integers,
-so that all devices get the same bits, and so does a row that is cut into pieces (at multiples of 64). What is not finite stays so.
+No error is larger than 1/64 of the largest of the 64. Everything is done in powers of two and integers, so that all devices get the same
+bits, and so does a row that is cut into pieces (at multiples of 64). What is not finite stays so.
+
+Numbers are rounded up or down such that the error is 0 on the average: a number that is 0.1 of a unit is rounded up in every tenth step, or
+by every tenth replica. To the nearest, what always moves by less than half a unit would never move at all: weight decay of a weight
+whose input is always 0, say. When to round up, a sequence decides that fills the interval from 0 to 1 evenly, step by step,
+replica by replica and column by column (a ``turn`` in it stands for a step and a replica); it needs no state and no message.
 """
 
 from __future__ import annotations
+
+import functools
+import math
 
 import torch
 from torch import Tensor
@@ -16,6 +24,9 @@ _PIECE = 1 << 16  # numbers that several passes of a CPU take at a time: they st
 _MANTISSA = 23  # bits of a float32; the exponent comes next
 _NOT_FINITE = 255  # as an exponent
 _SMALLEST = 6  # exponents up to here are taken for 0
+# Steps on a circle of 2^32 that come nowhere near to where they have been before: powers of the inverse golden ratio's kin.
+_BY_STEP, _BY_ROW, _BY_SPAN, _BY_COLUMN = 2654435769, 1779033703, 3242174889, 2447445413
+_CIRCLE, _FINE = 1 << 32, 1 << 22  # so fine that sums of two are exact
 
 
 def width(columns: int) -> int:
@@ -23,12 +34,18 @@ def width(columns: int) -> int:
     return -(-columns // SPAN) * UNIT
 
 
-def encode(row: Tensor, out: Tensor) -> None:
-    """``out``: uint8, as many as :func:`width` says."""
+def turn(step: int, row: int) -> int:
+    """Where the sequence is that decides what is rounded up."""
+    return (step * _BY_STEP + row * _BY_ROW) % _CIRCLE
+
+
+def encode(row: Tensor, out: Tensor, turn: int = 0, first: int = 0) -> None:
+    """``out``: uint8, as many as :func:`width` says. ``first``: where the row begins, if it is cut off a longer one: which span."""
     for piece, coded in _pieces(row, out):
-        quotients, exponents = _quotients(_padded(piece))
+        quotients, exponents = _quotients(_padded(piece), turn, first)
         coded[:, :SPAN].view(torch.int8).copy_(quotients)
         coded[:, SPAN].copy_(exponents)
+        first += len(coded)
 
 
 def decode(coded: Tensor, out: Tensor) -> None:
@@ -38,36 +55,56 @@ def decode(coded: Tensor, out: Tensor) -> None:
         piece.copy_(numbers.flatten()[: len(piece)])
 
 
-def rounded(row: Tensor, out: Tensor) -> None:
+def rounded(row: Tensor, out: Tensor, turn: int = 0) -> None:
     """What :func:`decode` makes of what :func:`encode` makes of it, without the bytes between."""
     size = _piece(row)
-    for piece, part in zip(row.split(size), out.split(size), strict=True):
-        quotients, exponents = _quotients(_padded(piece))
+    for k, (piece, part) in enumerate(zip(row.split(size), out.split(size), strict=True)):
+        quotients, exponents = _quotients(_padded(piece), turn, k * size // SPAN)
         part.copy_(quotients.mul_(_power(exponents).unsqueeze(1)).flatten()[: len(piece)])
 
 
-def reference(row: Tensor) -> Tensor:
+def reference(row: Tensor, turn: int = 0, first: int = 0) -> Tensor:
     """The same, number by number as one would explain it. Slow, and the truth."""
     made = []
-    for some in row.double().split(SPAN):
-        largest = float(some.abs().max())
-        power = 2.0 ** torch.frexp(torch.tensor(largest, dtype=torch.float64)).exponent.item()  # above all of them
-        unit = power / 128
-        fine = unit >= 2.0**-126
-        made.append((some / unit).round().clamp(-127, 127) * unit if fine else torch.zeros_like(some))
-    return torch.cat(made).to(row.dtype)
+    for span, some in enumerate(row.tolist()[at : at + SPAN] for at in range(0, len(row), SPAN)):
+        largest = max(abs(number) for number in some)
+        unit = 2.0 ** math.frexp(largest)[1] / 128  # 128 of them are more than any
+        for column, number in enumerate(some):
+            far = (first + span) * _BY_SPAN + turn, column * _BY_COLUMN
+            up = sum((place % _CIRCLE * _FINE // _CIRCLE) / _FINE for place in far) % 1
+            # In single precision, as everywhere: a sum that rounds to a whole number is one.
+            quotient = math.floor(float(torch.tensor(number / unit, dtype=torch.float32) + up)) if unit >= 2.0**-126 else 0
+            made.append(min(max(quotient, -127), 127) * unit)
+    return torch.tensor(made, dtype=row.dtype)
 
 
-def _quotients(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """``[m, 64]`` as integers from -127 to 127, still as floats and in the place of the numbers, and the biased exponents of the
-    powers of two that they are multiples of."""
+def _ups(spans: int, turn: int, first: int, device: torch.device) -> Tensor:
+    """``[spans, 64]``, from 0 to 1: a number is rounded up if what it has beyond a whole one, and this, are 1 or more."""
+    a = _places(torch.arange(first, first + spans, device=device).mul_(_BY_SPAN).add_(turn))
+    return torch.add(a.unsqueeze(1), _columns(device)).frac_()
+
+
+@functools.cache
+def _columns(device: torch.device) -> Tensor:
+    return _places(torch.arange(SPAN, device=device).mul_(_BY_COLUMN))
+
+
+def _places(on_circle: Tensor) -> Tensor:
+    """As parts of the circle."""
+    return on_circle.bitwise_and_(_CIRCLE - 1).bitwise_right_shift_((_CIRCLE // _FINE).bit_length() - 1).float().div_(_FINE)
+
+
+def _quotients(numbers: Tensor, turn: int, first: int) -> tuple[Tensor, Tensor]:
+    """``[m, 64]`` as integers from -127 to 127, still as floats, and the biased exponents of the powers of two that they are
+    multiples of."""
     largest = numbers.abs().amax(dim=1)
     exponents = largest.view(torch.int32) >> _MANTISSA
     lost = exponents == _NOT_FINITE
     exponents = (exponents - _SMALLEST).clamp_(min=0)
     inverse = _power(254 - exponents).masked_fill_(exponents == 0, 0)
     exponents.masked_fill_(lost, _NOT_FINITE)
-    return numbers.mul_(inverse.unsqueeze(1)).round_().clamp_(-127, 127), exponents
+    ups = _ups(len(numbers), turn, first, numbers.device)
+    return torch.addcmul(ups, numbers, inverse.unsqueeze(1), out=ups).floor_().clamp_(-127, 127), exponents
 
 
 def _power(exponents: Tensor) -> Tensor:

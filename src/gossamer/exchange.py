@@ -149,6 +149,10 @@ class Exchange:
         mine = columns(width, len(members), members.index(self.rank), unit)
         return mine.stop - mine.start
 
+    def begins(self, width: int, members: Sequence[int], unit: int = 1) -> int:
+        """The first of them."""
+        return columns(width, len(members), members.index(self.rank), unit).start
+
     # --- What all processes do together, outside of a step ----------------------------------------------------------------
 
     def gather(self, row: Tensor, what: str = "gather") -> Tensor:

@@ -90,11 +90,14 @@ class Flat:
         """Whether somebody has changed parameters since the last step was done."""
         return any(held.parameter._version != was for held, was in zip(self._held, self._settled, strict=False))
 
-    def check(self, busy: bool = False) -> None:
-        """The parameters are still where we put them. ``busy``: rows are on their way, so they must not have been touched."""
+    def check(self, busy: bool = False) -> bool:
+        """The parameters are still where we put them; or were not, and are again: then True. ``busy``: rows are on their way, so they must
+        not have been touched."""
+        moved = False
         for held in self._held:
             if held.parameter.data_ptr() != held.pointer or held.owner.get(held.key) is not held.parameter:
                 self._mend(held, busy)
+                moved = True
         if busy:
             for held, version in zip(self._held, self._versions, strict=False):  # what was adopted since is not on its way
                 if held.parameter._version != version:
@@ -103,6 +106,7 @@ class Flat:
                         "optimizer that gossip() was not given?); change it after step() and before the next forward, or use "
                         "send_copy=True"
                     )
+        return moved
 
     def _mend(self, held: _Held, busy: bool) -> None:
         p, was = held.owner.get(held.key), held.view

@@ -72,12 +72,16 @@ class Mixer:
         rounded = self.wire == "bfloat16" and dtype in (torch.float32, torch.float64)
         return torch.bfloat16.itemsize / dtype.itemsize if rounded else 1.0
 
-    def cost(self, row_bytes: int) -> int:
+    def cost(self, blocks: Sequence[Block]) -> int:
         """Bytes of this Round per replica, as ``Round.cost`` defines them, with what the wire saves and a look costs."""
-        round_ = self.round if self._movements or not self._in_few_bits else Mean(self.round.n)
+        whole = sum(block.numel * block.dtype.itemsize for block in blocks)
         looks = self.probe is not None and isinstance(self.round, Mean) and self.round.n > 1
-        seen = self.probe.cost(row_bytes // torch.float32.itemsize, self.round.n) if self.probe is not None and looks else 0
-        return round_.cost(row_bytes, self.edge_share(torch.float32)) + seen
+        seen = self.probe.cost(blocks[0].x.shape[1], self.round.n) if self.probe is not None and looks else 0
+        if not self._in_few_bits:
+            return self.round.cost(whole, self.edge_share(torch.float32)) + seen
+        if not self._movements:
+            return Mean(self.round.n).cost(whole) + seen
+        return self.round.cost(torch.float32.itemsize * sum(block.numel for block in blocks)) + seen
 
     @property
     def _in_few_bits(self) -> bool:
@@ -93,7 +97,7 @@ class Mixer:
         if self.exchange is None:
             self._look(block, None)
             if movement is not None:
-                self._moved[id(block)] = movement.mixed(block.x)
+                self._moved[id(block)] = movement.mixed(block.x, self.step)
                 return
             (mixing.mix_rounded if rounded else mixing.mix)(self.round, block.x, block.spare)
             return
@@ -173,12 +177,13 @@ class Mixer:
             rows.copy_(block.x)
         wide, members, n = codec.width(rows.shape[1]), state.plan.members, state.round.n
         mine = self.exchange.owned(wide, members, codec.UNIT)
+        first, step = self.exchange.begins(wide, members, codec.UNIT) // codec.UNIT, self.step
         sent, state.codes = (self._buffer(block, what, block.r, torch.uint8, wide) for what in ("codes", "codes back"))
         x, y = (self._buffer(block, what, n, torch.uint8, mine) for what in ("code columns", "mixed code columns"))
-        movement.encode(rows, sent)
+        movement.encode(rows, sent, step, self.rows.start)
 
         def apply(x: Tensor, y: Tensor) -> None:
-            mean_of_codes(x, n, mine // codec.UNIT * codec.SPAN, y[0])
+            mean_of_codes(x, n, mine // codec.UNIT * codec.SPAN, y[0], step, first)
             y[1:] = y[:1]
 
         state.flight = self.exchange.slices(sent, state.codes, members, apply, tag, (x, y), unit=codec.UNIT)
@@ -208,22 +213,31 @@ class Mixer:
         if state is not None:
             self._combine(block, state)
         elif moved is not None:
-            block.spare.copy_(self._movements[id(block)].arrive(moved, self.step).expand_as(block.x))
+            mean = self._arrive(block, moved)
+            block.spare.copy_(block.x if mean is None else mean.expand_as(block.x))
         block.swap()
-        self._agree(block, block.x[0])
+        if state is None or state.codes is None:
+            self._agree(block, block.x[0], moved is None)
         self._see(block)
 
-    def _agree(self, block: Block, mean: Tensor) -> None:
+    def _agree(self, block: Block, mean: Tensor, whole: bool = True) -> None:
         """The first mean of those that will be in few bits."""
-        if self._in_few_bits and id(block) not in self._movements:
+        if whole and self._in_few_bits and id(block) not in self._movements:
             self._movements[id(block)] = Movement(mean, self.step)
 
-    def _arrived(self, block: Block, state: _Mixing) -> Tensor:
+    def _arrived(self, block: Block, state: _Mixing) -> Tensor | None:
         """The mean that the codes lead to."""
         assert state.codes is not None
         moved = torch.empty(block.x.shape[1], dtype=torch.float32, device=block.x.device)
         codec.decode(state.codes[0], moved)
-        return self._movements[id(block)].arrive(moved, self.step)
+        return self._arrive(block, moved)
+
+    def _arrive(self, block: Block, moved: Tensor) -> Tensor | None:
+        """The new mean; or None, and the next one is in full precision again."""
+        mean = self._movements[id(block)].arrive(moved, self.step)
+        if mean is None:
+            del self._movements[id(block)]
+        return mean
 
     def moved(self, block: Block) -> Tensor | None:
         """How far the last mean went in a step, on the average; None if it took one step only, or nobody knows."""
@@ -247,7 +261,8 @@ class Mixer:
         if state.flight is not None:
             state.flight.wait()
         if state.codes is not None:
-            out.copy_(self._arrived(block, state).expand_as(out))
+            mean = self._arrived(block, state)
+            out.copy_(x if mean is None else mean.expand_as(out))
         elif state.result is not None:
             out.copy_(state.result.expand_as(out))
         elif state.plan.verb == "none":
@@ -276,9 +291,14 @@ class Mixer:
         if state.flight.in_vain:
             return  # some of the mixed row is missing, so all of it is: the Round is the identity for me
         x = block.x[0]
-        mean = self._arrived(block, state) if state.codes is not None else None if state.result is None else state.result[0]
-        if mean is not None:
-            self._agree(block, mean)
+        if state.codes is not None:
+            mean = self._arrived(block, state)
+            if mean is None:
+                return
+        else:
+            mean = None if state.result is None else state.result[0]
+            if mean is not None:
+                self._agree(block, mean)
         if mean is not None and state.snapshot is not None:
             mixing.correct(x, state.snapshot[0], [(1.0, mean)])
         elif mean is not None:

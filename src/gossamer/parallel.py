@@ -124,6 +124,7 @@ class DecentralizedDataParallel(Wrapper):
         self._survival: Survival | None = None  # under gossamer launch, from gossip() on
         self._averaged = False  # inside consensus()
         self._jumped = False  # since the last mean of all, parameters were changed by somebody else than the optimizers
+        self._noticed = False  # whether that was looked at in this step
         self._warned = False
         # Not as a decorator: that would load the whole compiler when Gossamer is imported.
         self._plainly = torch.compiler.disable(self._on_forward)
@@ -291,7 +292,7 @@ class DecentralizedDataParallel(Wrapper):
         """Parameters set out, if this is a step with averaging."""
         if not self._begin():
             return
-        self._flat.check()
+        self._jumped |= self._flat.check()
         self._flat.adopt()
         self._look()
         if self._exchange is None or (self.steps + 1) % self.local_steps:
@@ -356,11 +357,16 @@ class DecentralizedDataParallel(Wrapper):
                 "optimizer.step(closure) evaluates the loss inside step(), where adapt-while-combine has already mixed the "
                 "parameters and all-reduce has averaged the gradients; use order='atc' with a graph, or step() without a closure"
             )
-        if self.schedule.shares_momentum and optimizer is next(iter(self._gradients)):
-            self._jumped |= self._flat.touched
+        self._notice_jump()
         if self.averages_gradients:
             self._begin()
             self._gradients[optimizer].average()
+
+    def _notice_jump(self) -> None:
+        """Before the first of the optimizers changes anything in this step."""
+        if self.schedule.shares_momentum and not self._noticed:
+            self._jumped |= self._flat.touched
+            self._noticed = True
 
     def _after_any_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         self._gradients[optimizer].done()
@@ -377,7 +383,7 @@ class DecentralizedDataParallel(Wrapper):
             self._start()
             self._finish()
         self.steps += 1
-        self._begun = False
+        self._begun = self._noticed = False
         if self.schedule.shares_momentum:
             self._flat.settle()
 
@@ -391,6 +397,7 @@ class DecentralizedDataParallel(Wrapper):
             if optimizer in self._gradients:
                 self._gradients[optimizer].done()
             if optimizer is last and self.steps == before:
+                self._notice_jump()
                 self._before_step()
                 self._after_step()
             return result

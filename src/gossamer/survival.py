@@ -77,6 +77,7 @@ class Survival:
             membership.rejoin()
         change, link = membership.join(self._timeout, self._unpack)
         self.joining = False
+        self.schedule = self.planned  # what those have learnt who were there; what I knew may be old
         self._take_part(change, link)
         return change.step
 

@@ -192,7 +192,7 @@ class Trainer:
         self._rate = self.learning_rate.at(t, self.steps, len(self.members))
         self.algorithm.optimizer.set_lr(self._rate)
         self.mixer.step = t
-        self.bytes += self.mixer.cost(self.replicas.row_bytes)
+        self.bytes += self.mixer.cost(self.replicas.blocks)
         self.algorithm.begin(self.replicas, self.mixer, self._look)
         losses = self.replicas.gradients(self.task.loss, self._batch(t), t)
         losses = self.mixer.gather(losses, "loss")

@@ -38,5 +38,6 @@ class AdaptThenCombine(Algorithm):
         look()
         for block in replicas.blocks:
             mixer.start(block)
+        for block in replicas.blocks:
             mixer.finish(block)
         self.optimizer.share_momentum(mixer.moved)

@@ -55,9 +55,14 @@ def topology(spec: Spec, method: MethodPart, task: Task, n: int) -> str | Schedu
     if not isinstance(planned, AdaAuto):
         return method.topology
     cluster, work = _clocked(spec, task)
-    sized, order = cluster.sized(n), _order(spec, method)
+    order = _order(spec, method)
 
     def seconds(graph: Graph) -> float:
+        """Or bytes, where those who are left do not fill hosts."""
+        try:
+            sized = cluster.sized(graph.n)
+        except GossamerError:
+            return graph.cost(work.row_bytes)
         return simulate(sized, work, Gossip(graph, order=order), max(_ITERATIONS, 2 * graph.period)).seconds
 
     return AdaAuto(n, planned.tolerance, seconds)
