@@ -146,7 +146,7 @@ def against_bytes(found: Found) -> str:
                 dots.append(chart.Dot(SHORT.get(m, m), 100 * x.share(m, n), e.mean, e.low, e.high, kind))
             unit = "accuracy, points" if x.percent else "perplexity, % (less is better)"
             panels.append(chart.Scatter(f"{title}, {n} replicas", unit, dots, reach, "highest" if x.percent else "lowest"))
-    note = "Differences to complete, seed by seed: mean and 95 % interval. Orange: all-reduce. Blue: ada-auto, the same setting everywhere."
+    note = "Differences to complete, seed by seed: mean and 95 % interval. Orange: all average all in every step. Blue: ada-auto, one setting."
     return chart.scatters(panels, "What was reached, and what was sent for it", note, "bytes, % of all-reduce")
 
 
@@ -275,24 +275,39 @@ def method_table(x: Experiment) -> Iterator[str]:
 
 
 def adam_table(x: Experiment) -> Iterator[str]:
-    yield "| method | perplexity per byte | against dadam, % |"
-    yield "| --- | --- | --- |"
+    yield "| method | perplexity per byte | against dadam, % | against centralized, % |"
+    yield "| --- | --- | --- | --- |"
     n = x.scales[-1]
     for m in x.methods:
-        yield f"| {m} | {x.said(m, n)} | {say(x.against(m, 'dadam', n), sign=True) if m != 'dadam' else ''} |"
+        versus = [say(x.against(m, other, n), sign=True) if m != other else "" for other in ("dadam", "centralized")]
+        yield f"| {m} | {x.said(m, n)} | {' | '.join(versus)} |"
 
 
-TABLES: dict[str, tuple[str, Callable[[Experiment], Iterator[str]]]] = {
-    "scale": ("scale", scale_table),
-    "early": ("scale", early),
-    "correlations": ("scale", correlations),
-    "correlations of fashion": ("fashion", correlations),
-    "sqrt": ("sqrt", scale_table),
-    "fashion": ("fashion", method_table),
-    "cifar": ("cifar", method_table),
-    "lstm": ("lstm", method_table),
-    "n1008": ("n1008", method_table),
-    "adam": ("adam", adam_table),
+def order_table(awc: Experiment, atc: Experiment) -> Iterator[str]:
+    yield "| method | adapt then combine | adapt while combine | difference, points |"
+    yield "| --- | --- | --- | --- |"
+    n = awc.scales[-1]
+    for m in awc.methods:
+        then = {run["seed"]: atc.value(run) for run in atc.select(m, n)}
+        pairs = [(awc.value(run), then[run["seed"]]) for run in awc.select(m, n)]
+        columns = [say(estimate(column)) for column in ((b for _, b in pairs), (a for a, _ in pairs))]
+        yield f"| {m} | {' | '.join(columns)} | {say(estimate(a - b for a, b in pairs), sign=True)} |"
+
+
+# The table, the experiments that it is made from, and how.
+TABLES: dict[str, tuple[tuple[str, ...], Callable[..., Iterator[str]]]] = {
+    "scale": (("scale",), scale_table),
+    "early": (("scale",), early),
+    "correlations": (("scale",), correlations),
+    "correlations of fashion": (("fashion",), correlations),
+    "sqrt": (("sqrt",), scale_table),
+    "fashion": (("fashion",), method_table),
+    "cifar": (("cifar",), method_table),
+    "cifar8": (("cifar8",), method_table),
+    "lstm": (("lstm",), method_table),
+    "n1008": (("n1008",), method_table),
+    "order": (("awc", "fashion"), order_table),
+    "adam": (("adam",), adam_table),
 }
 
 # --- All of it -------------------------------------------------------------------------------------------------------------------
@@ -319,10 +334,10 @@ def write(results: Path, out: Path, page: Path = PAGE) -> Sequence[Path]:
 
 
 def with_tables(text: str, found: dict[str, Experiment]) -> str:
-    for name, (source, rows) in TABLES.items():
-        if source in found:
+    for name, (sources, rows) in TABLES.items():
+        if all(source in found for source in sources):
             before, mark, after = text.partition(f"<!-- table: {name} -->\n")
             if mark:
-                table = "\n".join(rows(found[source]))
+                table = "\n".join(rows(*(found[source] for source in sources)))
                 text = f"{before}{mark}\n{table}\n\n<!-- end -->{after.partition('<!-- end -->')[2]}"
     return text
