@@ -216,13 +216,13 @@ class Mixer:
             mean = self._arrive(block, moved)
             block.spare.copy_(block.x if mean is None else mean.expand_as(block.x))
         block.swap()
-        if state is None or state.codes is None:
-            self._agree(block, block.x[0], moved is None)
+        if moved is None and (state is None or state.codes is None):
+            self._agree(block, block.x[0])
         self._see(block)
 
-    def _agree(self, block: Block, mean: Tensor, whole: bool = True) -> None:
-        """The first mean of those that will be in few bits."""
-        if whole and self._in_few_bits and id(block) not in self._movements:
+    def _agree(self, block: Block, mean: Tensor) -> None:
+        """The first mean of those that will be in few bits; it came in full precision."""
+        if self._in_few_bits and id(block) not in self._movements:
             self._movements[id(block)] = Movement(mean, self.step)
 
     def _arrived(self, block: Block, state: _Mixing) -> Tensor | None:

@@ -4,8 +4,8 @@ A movement is small, and so is the error of 8 bits of it (see ``codec.py``); par
 mean of the movements, in 8 bits again, the same for all: so afterwards all have the same mean, to the bit, for the next time.
 
 If all have gone much further than last time, it was no training: somebody has loaded other parameters, or they are not finite any more.
-An eighth of a percent of such a jump would be more than all that was learnt, so then nobody takes that mean, and the next one is in full
-precision again. All see the same bits, so all do that.
+The error would be a part of that jump, and more than what was learnt. So then nobody takes that mean, and the next one is in full precision
+again. All see the same bits, so all do that.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Movement:
     def arrive(self, moved: Tensor, step: int) -> Tensor | None:
         """The new mean; None if it was a jump."""
         steps = step - self.step
-        furthest = float(moved.abs().max()) / max(1, steps) if len(moved) else 0.0
+        furthest = max(abs(float(end)) for end in torch.aminmax(moved)) / max(1, steps)
         if not math.isfinite(furthest) or furthest > _JUMP * self.furthest > 0:
             return None
         self.moved, self.steps, self.step, self.furthest = moved, steps, step, furthest

@@ -292,7 +292,8 @@ class DecentralizedDataParallel(Wrapper):
         """Parameters set out, if this is a step with averaging."""
         if not self._begin():
             return
-        self._jumped |= self._flat.check()
+        if self._flat.check():
+            self._jumped = True
         self._flat.adopt()
         self._look()
         if self._exchange is None or (self.steps + 1) % self.local_steps:
@@ -383,8 +384,9 @@ class DecentralizedDataParallel(Wrapper):
             self._start()
             self._finish()
         self.steps += 1
-        self._begun = self._noticed = False
+        self._begun = False
         if self.schedule.shares_momentum:
+            self._noticed = False
             self._flat.settle()
 
     def _watch(self, scaler: torch.amp.GradScaler, last: torch.optim.Optimizer) -> None:
