@@ -146,7 +146,7 @@ def against_bytes(found: Found) -> str:
                 dots.append(chart.Dot(SHORT.get(m, m), 100 * x.share(m, n), e.mean, e.low, e.high, kind))
             unit = "accuracy, points" if x.percent else "perplexity, % (less is better)"
             panels.append(chart.Scatter(f"{title}, {n} replicas", unit, dots, reach, "highest" if x.percent else "lowest"))
-    note = "Differences to complete, seed by seed: mean and 95 % interval. Orange: all average all in every step. Blue: ada-auto, one setting."
+    note = "Differences to complete, seed by seed: mean, 95 % interval. Orange: all average all in every step. Blue: ours, one setting."
     return chart.scatters(panels, "What was reached, and what was sent for it", note, "bytes, % of all-reduce")
 
 
