@@ -21,6 +21,7 @@ from torch import nn
 from gossamer import DecentralizedDataParallel
 
 HALF = 64 * 1563  # so many numbers share a power of two in 8 bits, and must be alike
+PARTS = 521  # of a half: what is rounded to 8 bits is right on the average only, of so many numbers
 
 
 class Row(nn.Module):
@@ -94,10 +95,13 @@ def last_step(out, steps):
 def check(model, record):
     row = model.module.row.detach()
     step, other = row[:HALF], row[HALF:]
+    rounded = model.schedule.describe().startswith("ada-auto")
+    if rounded:
+        other = other.reshape(PARTS, -1).mean(1)
     off = float((step - model.steps).abs().max())
     spread = float(other.max() - other.min())
     # A row of another step is off by 1, a torn or half-mixed one by a part of it; the momentum of 1e-9 adds as much in each step.
-    if off > 1e-3 or spread > 1e-9 * max(1.0, float(other.abs().max())):
+    if off > 1e-3 or spread > (0.05 if rounded else 1e-9) * max(1.0, float(other.abs().max())):
         record["wrong"].append([model.steps, off, spread])
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -50,6 +50,13 @@ def test_long_rows_go_in_pieces():
     assert torch.equal(out, expected)
 
 
+@given(st.integers(0, 10**6))
+def test_whole_units_are_not_rounded(step):
+    row = torch.arange(-127.0, 128.0) / 64
+    assert torch.equal(through(row, codec.turn(step, 1)), row)
+
+
+@settings(deadline=None, max_examples=20)
 @given(st.integers(0, 100), st.integers(0, 10**6))
 def test_errors_are_0_on_the_average(seed, step):
     """Over steps, and over replicas: what is far below a unit gets through all the same, and more evenly than by chance."""

@@ -3,7 +3,7 @@
 A movement is small, and so is the error of 8 bits of it (see ``codec.py``); parameters in 8 bits would be useless. What comes back is the
 mean of the movements, in 8 bits again, the same for all: so afterwards all have the same mean, to the bit, for the next time.
 
-If all have gone much further than last time, it was no training: somebody has loaded other parameters, or they are not finite any more.
+If all have gone much further than lately, it was no training: somebody has loaded other parameters, or they are not finite any more.
 The error would be a part of that jump, and more than what was learnt. So then nobody takes that mean, and the next one is in full precision
 again. All see the same bits, so all do that.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gossamer import codec
 
-_JUMP = 128.0  # times as far as last time
+_JUMP = 128.0  # times as far as lately
 _MEAN = -1  # a row's number, for what is rounded of the mean
 
 
@@ -30,7 +30,7 @@ class Movement:
         self.mean, self.step = mean.clone(), step
         self.moved: Tensor | None = None
         self.steps = 0
-        self.furthest = 0.0  # that any number has gone in a step, last time
+        self.furthest = 0.0  # that any number has gone in a step, lately
 
     def encode(self, rows: Tensor, coded: Tensor, step: int, first: int) -> None:
         """How far the rows ``[r, D]`` are from the mean. ``first``: the number of the first one."""
@@ -43,7 +43,8 @@ class Movement:
         furthest = max(abs(float(end)) for end in torch.aminmax(moved)) / max(1, steps)
         if not math.isfinite(furthest) or furthest > _JUMP * self.furthest > 0:
             return None
-        self.moved, self.steps, self.step, self.furthest = moved, steps, step, furthest
+        self.moved, self.steps, self.step = moved, steps, step
+        self.furthest = max(furthest, self.furthest / 2)
         return self.mean.add_(moved)
 
     def mixed(self, rows: Tensor, step: int) -> Tensor:
