@@ -303,7 +303,6 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., Iterator[str]]]] = {
     "sqrt": (("sqrt",), scale_table),
     "fashion": (("fashion",), method_table),
     "cifar": (("cifar",), method_table),
-    "cifar8": (("cifar8",), method_table),
     "lstm": (("lstm",), method_table),
     "n1008": (("n1008",), method_table),
     "order": (("awc", "fashion"), order_table),
