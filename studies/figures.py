@@ -155,7 +155,8 @@ SHORT = {"periodic:every=8,gap=1": "periodic", "one-peer-exponential": "one-peer
 
 TASKS = (
     ("fashion", "Fashion-MNIST, MLP", 6.0),
-    ("cifar", "CIFAR-10, ResNet-8", 12.0),
+    ("cifar", "CIFAR-10, ResNet-8, 2 epochs", 12.0),
+    ("cifar8", "CIFAR-10, ResNet-8, 8 epochs", 20.0),
     ("lstm", "WikiText-2 (a part), LSTM", 40.0),
     ("n1008", "Fashion-MNIST, MLP", 12.0),
 )
@@ -303,6 +304,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., Iterator[str]]]] = {
     "sqrt": (("sqrt",), scale_table),
     "fashion": (("fashion",), method_table),
     "cifar": (("cifar",), method_table),
+    "cifar8": (("cifar8",), method_table),
     "lstm": (("lstm",), method_table),
     "n1008": (("n1008",), method_table),
     "order": (("awc", "fashion"), order_table),

@@ -39,6 +39,7 @@ CELLS = (
     Small("fashion", "ada-auto", 96, {"epochs": 2, "options": {"train": 15360, "test": 2000}}),
     Small("n1008", "exponential", 1008, {"epochs": 3, "options": {"train": 24192, "test": 2000}}),
     Small("cifar", "ada-auto", 96, {"epochs": 1, "options": {"train": 7680, "test": 1000}}),
+    Small("cifar8", "torus", 96, {"epochs": 1, "options": {"train": 7680, "test": 1000}}),
     Small("awc", "one-peer-exponential", 96, {"epochs": 2, "options": {"train": 15360, "test": 2000}}),
     Small("lstm", "ada-auto", 96, {"epochs": 1, "options": {"train": 40000, "test": 3000}}),
     Small("adam", "accumadam", 16, {"epochs": 1, "options": {"train": 131072, "test": 8192}}),
