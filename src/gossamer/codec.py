@@ -26,10 +26,8 @@ _NOT_FINITE = 255  # as an exponent
 _SMALLEST = 6  # exponents up to here are taken for 0
 # Steps on a circle of 2^32 that come nowhere near to where they have been before: powers of the inverse golden ratio's kin.
 _BY_STEP, _BY_ROW, _BY_SPAN, _BY_COLUMN = 2654435769, 1779033703, 3242174889, 2447445413
-_CIRCLE, _FINE = (
-    1 << 32,
-    1 << 16,
-)  # no finer, so that a whole number and a place on the circle add up exactly: it is not rounded
+_CIRCLE = 1 << 32
+_FINE = 1 << 16  # places on it; no more, so that a whole number and a place add up exactly: whole numbers are not rounded
 
 
 def width(columns: int) -> int:
