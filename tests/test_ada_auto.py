@@ -179,7 +179,7 @@ def test_a_learning_rate_that_falls_needs_fewer_averages(straight):
 
 
 def test_averages_return_with_the_learning_rate():
-    team = Team(lambda t: 0.1 if t < 50 or t >= 500 else 0.002)
+    team = Team(lambda t: 0.1 if t < 50 or t >= 500 else 0.001)
     team.run(500)
     sparse = team.every
     assert sparse >= 4
@@ -189,7 +189,7 @@ def test_averages_return_with_the_learning_rate():
 
 
 def test_averages_return_with_disagreement():
-    team = Team(lambda t: 0.1 if t < 50 else 0.01, lambda t: 1.0 if t < 200 else 2.0)
+    team = Team(lambda t: 0.1 if t < 50 else 0.005, lambda t: 1.0 if t < 200 else 2.0)
     team.run(200)
     assert team.every == 2
     team.run(8, 200)
@@ -200,7 +200,7 @@ def test_averages_return_with_disagreement():
 
 
 def test_replicas_that_can_not_be_left_alone_are_hardly_ever():
-    team = Team(lambda t: 0.1 if t < 50 else 0.01, unstable=3.0)
+    team = Team(lambda t: 0.1 if t < 50 else 0.005, unstable=3.0)
     team.run(1000)
     assert team.rows / 1000 > 0.9 * 65 / 256 * 2 * 15 / 16
     assert 2 < len(team.ada.changes) < 30

@@ -119,7 +119,7 @@ class Fixed(Schedule):
 
 
 _REACH = 0.8
-_TOLERANCE = 0.1  # a mean in every second step, whose spread is 0.5, is allowed when a step is a sixth of the largest one
+_TOLERANCE = 0.05  # a mean in every second step, whose spread is 0.5, is allowed when a step is a twelfth of the largest one
 _MEMORY = 10  # steps after which what was seen before counts for little
 _PATIENCE = 10  # steps with a mean in each before averages become rarer; twice as many if that went wrong soon
 _SOON = 5  # times the patience
