@@ -2,6 +2,7 @@
 
     python -m studies run fashion            # one experiment, or several; resumable: give the same command again
     python -m studies run --all              # hours
+    python -m studies run cifar --only ada-auto    # one method again; the others' results stay as they are
     python -m studies small                  # the cells that CI repeats; a few minutes
     python -m studies figures                # the figures and tables of the page, from the committed results
 
@@ -13,11 +14,12 @@ CIFAR-10 and WikiText-2 are looked for in ``$GOSSAMER_DATA``.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
 from gossamer.dbench.runner import bench
-from gossamer.dbench.spec import load
+from gossamer.dbench.spec import Spec, load
 from gossamer.errors import GossamerError
 from studies import extract, figures, small
 
@@ -30,16 +32,30 @@ def parts(name: str) -> list[Path]:
     return [SPECS / f"{name}.toml", *sorted(SPECS.glob(f"{name}.*.toml"))]
 
 
-def run(names: list[str], jobs: int | None) -> bool:
+def selected(spec: Spec, only: str | None) -> Spec | None:
+    """The spec with that method alone; None if it does not have it."""
+    if only is None:
+        return spec
+    methods = tuple(method for method in spec.methods if method.name == only)
+    return spec.model_copy(update={"methods": methods}) if methods else None
+
+
+def run(names: list[str], jobs: int | None, only: str | None = None) -> bool:
     for name in names:
         folders = []
-        for path in parts(name):
-            outcome = bench(load(str(path)), Path("runs") / f"study-{path.stem}", jobs=jobs)
+        specs = {path.stem: selected(load(str(path)), only) for path in parts(name)}
+        if not any(specs.values()):
+            raise GossamerError(f"--only {only}: {name} has no such method")
+        for stem, spec in specs.items():
+            if spec is None:
+                continue
+            out = f"study-{stem}" + (f"-{re.sub(r'[^a-z0-9]+', '-', only)}" if only else "")
+            outcome = bench(spec, Path("runs") / out, jobs=jobs)
             if not outcome.complete:
                 print("Stopped. Give the same command again to go on.", file=sys.stderr)
                 return False
             folders.append(outcome.out)
-        extract.write(folders, RESULTS / f"{name}.json")
+        extract.write(folders, RESULTS / f"{name}.json", keep=only is not None)
         print(f"{name}: {RESULTS / f'{name}.json'}")
     return True
 
@@ -51,6 +67,7 @@ def main() -> None:
     runs = commands.add_parser("run", help="run experiments")
     runs.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known))
     runs.add_argument("--all", action="store_true")
+    runs.add_argument("--only", metavar="METHOD", help="run this method only, and keep the results of the others")
     runs.add_argument("--jobs", type=int, help="runs side by side (default: one per core)")
     commands.add_parser("figures", help="figures and tables from the committed results").add_argument(
         "--out", type=Path, default=HERE.parent / "docs" / "study", help="a folder"
@@ -69,7 +86,7 @@ def main() -> None:
     if unknown or not names:
         parser.error(f"{', '.join(unknown) or 'no experiment given'}; known are {', '.join(known)}")
     try:
-        sys.exit(0 if run(names, args.jobs) else 130)
+        sys.exit(0 if run(names, args.jobs, args.only) else 130)
     except GossamerError as error:
         sys.exit(f"studies: {error}")
 

@@ -16,16 +16,21 @@ from gossamer.profile import MEASURES
 _POINTS = 40  # of a curve
 
 
-def write(folders: Sequence[Path], to: Path) -> None:
-    runs = []
+def write(folders: Sequence[Path], to: Path, keep: bool = False) -> None:
+    """``keep``: what the file has of other runs stays in it."""
+    runs = {_key(run): run for run in json.loads(to.read_text())["runs"]} if keep and to.exists() else {}
     for folder in folders:
         store = Store(folder / FILE)
         metric = store.meta("metric")
-        runs += [_run(data) for data in load(store)]
+        runs |= {_key(run): run for run in map(_run, load(store))}
         store.close()
-    rows = ",\n".join(json.dumps(run) for run in runs)  # a line for each run: changes are readable
+    rows = ",\n".join(json.dumps(run) for run in runs.values())  # a line for each run: changes are readable
     to.parent.mkdir(parents=True, exist_ok=True)
     to.write_text(f'{{"metric": {json.dumps(metric)}, "runs": [\n{rows}\n]}}\n')
+
+
+def _key(run: dict[str, Any]) -> tuple[str, int, int]:
+    return run["method"], run["replicas"], run["seed"]
 
 
 def _run(data: RunData) -> dict[str, Any]:

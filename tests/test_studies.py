@@ -8,9 +8,10 @@ import pytest
 import scipy.stats
 
 from gossamer import GossamerError
-from gossamer.dbench.spec import load
-from studies import figures, small
-from studies.__main__ import RESULTS, parts
+from gossamer.dbench.runner import bench
+from gossamer.dbench.spec import build, load
+from studies import extract, figures, small
+from studies.__main__ import RESULTS, parts, selected
 
 
 def test_figures_and_tables_are_what_the_results_say(tmp_path):
@@ -56,3 +57,26 @@ def test_a_small_cell_comes_out_again(cell):
     reach = scipy.stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) * math.sqrt(1 + 1 / len(values))
     assert again.pop("value") == pytest.approx(statistics.fmean(values), abs=reach)
     assert again == {key: value for key, value in kept[0].items() if key != "value"}
+
+
+def test_one_method_can_be_run_again(tmp_path):
+    """Its results are replaced, and come with new seeds; those of the others stay."""
+    task = {"name": "digits/mlp", "epochs": 1, "batch": 8}
+    spec = build(
+        {"name": "tiny", "replicas": [2], "methods": ["ring", "complete"], "seeds": [0], "task": task, "backend": "loop"}
+    )
+    bench(spec, tmp_path / "both", jobs=1, quiet=True)
+    extract.write([tmp_path / "both"], tmp_path / "result.json")
+    first = json.loads((tmp_path / "result.json").read_text())["runs"]
+    again = selected(spec.model_copy(update={"seeds": (0, 1)}), "ring")
+    assert again is not None
+    assert selected(spec, "torus") is None
+    bench(again, tmp_path / "one", jobs=1, quiet=True)
+    first[1]["value"] = -1.0  # so that one sees who was replaced
+    first[0]["value"] = -2.0
+    (tmp_path / "result.json").write_text(json.dumps({"runs": first}))
+    extract.write([tmp_path / "one"], tmp_path / "result.json", keep=True)
+    runs = json.loads((tmp_path / "result.json").read_text())["runs"]
+    assert [(run["method"], run["seed"]) for run in runs] == [("ring", 0), ("complete", 0), ("ring", 1)]
+    assert runs[0]["value"] > 0
+    assert runs[1]["value"] == -1.0
