@@ -11,15 +11,14 @@ import difflib
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import networkx as nx
 import numpy as np
-import scipy.sparse
-from scipy.sparse.csgraph import connected_components
 
+from gossamer import weights
 from gossamer.basegraph import base_rounds
 from gossamer.errors import GossamerError
 from gossamer.rounds import General, Groups, Hosts, Mean, Permutation, Round, Window, general, identity
@@ -177,19 +176,19 @@ def torus(n: int) -> Sequence[Round]:
         for step in (-1, 1):
             for i, j in zip(grid.ravel(), np.roll(grid, step, axis).ravel(), strict=True):
                 hears[i].add(int(j))
-    return [_uniform(hears)]
+    return [weights.uniform(hears)]
 
 
 @_family
 def exponential(n: int) -> Sequence[Round]:
     """Directed and static: i hears i-1, i-2, i-4, … (⌊log2(n-1)⌋+1 neighbours)."""
-    return [_uniform([{(i - 2**e) % n for e in range((n - 1).bit_length())} for i in range(n)])]
+    return [weights.uniform([{(i - 2**e) % n for e in range((n - 1).bit_length())} for i in range(n)])]
 
 
 @_family
 def star(n: int) -> Sequence[Round]:
     """Everyone with replica 0, Metropolis weights."""
-    return [_metropolis(nx.star_graph(n - 1))]
+    return [weights.metropolis(nx.star_graph(n - 1))]
 
 
 @_family
@@ -236,7 +235,7 @@ def periodic(n: int, every: int = 8, gap: int = 0, bits: int = 32) -> Sequence[R
 def one_peer_ring(n: int) -> Sequence[Round]:
     """A ring, one neighbour at a time: (0,1)(2,3)… then (1,2)(3,4)…; odd n takes a third round and lets one rest in each."""
     starts = (0,) if n == 2 else (0, 1) if n % 2 == 0 else (0, 1, n - 1)
-    return [_pairs(n, (((s + 2 * j) % n, (s + 2 * j + 1) % n) for j in range(n // 2))) for s in starts]
+    return [weights.pairs(n, (((s + 2 * j) % n, (s + 2 * j + 1) % n) for j in range(n // 2))) for s in starts]
 
 
 @_family
@@ -245,7 +244,7 @@ def random_matching(n: int, seed: int = 0, rounds: int = 64) -> Sequence[Round]:
     _check_rounds("random-matching", rounds)
     rng = np.random.default_rng([seed, n])
     orders = (rng.permutation(n).tolist() for _ in range(rounds))
-    return _connected("random-matching", [_pairs(n, zip(o[0 : n - 1 : 2], o[1::2], strict=True)) for o in orders])
+    return weights.connected("random-matching", [weights.pairs(n, zip(o[0 : n - 1 : 2], o[1::2], strict=True)) for o in orders])
 
 
 @_family
@@ -253,7 +252,7 @@ def random_regular(n: int, d: int = 4, seed: int = 0) -> Sequence[Round]:
     """A random graph in which everyone has d neighbours."""
     if not 1 <= d <= n - 1 or (n * d) % 2 or (d == 1 and n > 2):
         raise GossamerError(f"random-regular: no connected graph with n={n} and d={d}; d is from 2 to {n - 1} and n·d is even")
-    return [_draw("random-regular", lambda s: nx.random_regular_graph(d, n, seed=s), seed, "try a larger d")]
+    return [weights.drawn("random-regular", lambda s: nx.random_regular_graph(d, n, seed=s), seed, "try a larger d")]
 
 
 @_family
@@ -262,7 +261,7 @@ def erdos_renyi(n: int, p: float = 0.1, seed: int = 0) -> Sequence[Round]:
     if not 0 < p <= 1:
         raise GossamerError(f"erdos-renyi: p={p} is out of range; p is a probability above 0 and up to 1")
     advice = f"p of {min(1.0, 1.5 * math.log(n) / n):.2f} or more connects n={n} as a rule"
-    return [_draw("erdos-renyi", lambda s: nx.gnp_random_graph(n, p, seed=s), seed, advice)]
+    return [weights.drawn("erdos-renyi", lambda s: nx.gnp_random_graph(n, p, seed=s), seed, advice)]
 
 
 @_family
@@ -319,7 +318,7 @@ def equi_dynamic(n: int, seed: int = 0, rounds: int = 64, eta: float = 0.5) -> S
     offsets = np.random.default_rng([seed, n]).integers(1, n, size=rounds).tolist()
     weight = eta * (n - 1) / n
     made = [Permutation(n, tuple((i - a) % n for i in range(n)), weight) for a in offsets]
-    return _connected("equi-dynamic", made)
+    return weights.connected("equi-dynamic", made)
 
 
 # --- Your own graph -----------------------------------------------------------------------------------------------------
@@ -337,8 +336,8 @@ def from_matrix(matrix: np.ndarray | Sequence[np.ndarray], n: int | None = None,
     if n is not None and stack.shape[1] != n:
         raise GossamerError(f"graph {name!r}: the matrix is for {stack.shape[1]} replicas, but n={n}")
     for t, w in enumerate(stack):
-        _check_rows(name, w, t)
-    return Graph(_own(name, stack), tuple(_connected(name, [general(w) for w in stack])))
+        weights.check_rows(name, w, t)
+    return Graph(_own(name, stack), tuple(weights.connected(name, [general(w) for w in stack])))
 
 
 def from_networkx(graph: nx.Graph, weight: str | None = None, name: str = "own") -> Graph:
@@ -363,15 +362,15 @@ def from_networkx(graph: nx.Graph, weight: str | None = None, name: str = "own")
         w[np.arange(n), np.arange(n)] = 1 - w.sum(axis=1)
         return from_matrix(w, name=name)
     if plain.is_directed():
-        made: Round = _uniform([set(plain.predecessors(i)) for i in range(n)])
+        made: Round = weights.uniform([set(plain.predecessors(i)) for i in range(n)])
     else:
-        made = _metropolis(plain)
-    return Graph(_own(name, made.matrix()), tuple(_connected(name, [made])))
+        made = weights.metropolis(plain)
+    return Graph(_own(name, made.matrix()), tuple(weights.connected(name, [made])))
 
 
-def _own(name: str, weights: np.ndarray) -> str:
+def _own(name: str, matrices: np.ndarray) -> str:
     """A name that tells two graphs with different weights apart, as a resumed run must."""
-    return f"{name}-{hashlib.sha256(weights.tobytes()).hexdigest()[:8]}" if name == "own" else name
+    return f"{name}-{hashlib.sha256(matrices.tobytes()).hexdigest()[:8]}" if name == "own" else name
 
 
 # --- By name ------------------------------------------------------------------------------------------------------------
@@ -425,7 +424,7 @@ def parse(text: str, n: int) -> Graph:
     return family(n, **given)
 
 
-# --- Checks and weights -------------------------------------------------------------------------------------------------
+# --- Checks -------------------------------------------------------------------------------------------------------------
 
 
 def _check_n(n: int) -> int:
@@ -439,69 +438,6 @@ def _check_rounds(name: str, rounds: int) -> None:
         raise GossamerError(f"{name}: rounds={rounds} is out of range; it is at least 1")
 
 
-def _check_rows(name: str, w: np.ndarray, t: int) -> None:
-    for i, row in enumerate(w):
-        where = f"graph {name!r}: row {i} of matrix {t}"
-        if not np.isfinite(row).all() or row.min() < -1e-9:
-            raise GossamerError(f"{where} has a weight that is negative or not a number; weights are from 0 to 1")
-        if abs(row.sum() - 1) > 1e-6:
-            raise GossamerError(f"{where} sums to {row.sum():.6g}; what a replica receives, its own weight included, sums to 1")
-
-
 def _columns_sum_to_one(r: Round) -> bool:
     """Every kind but General is doubly stochastic as it is made."""
     return not isinstance(r, General) or bool((np.abs(r.weights.sum(axis=0) - 1) <= 1e-6).all())
-
-
-def _connected(name: str, rounds: Sequence[Round]) -> Sequence[Round]:
-    """The rounds, if over one period every replica hears of every other, perhaps through others."""
-    union = scipy.sparse.csr_array(rounds[0].matrix() != 0)
-    for r in rounds[1:]:
-        union = union + scipy.sparse.csr_array(r.matrix() != 0)
-    count, label = connected_components(union, directed=True, connection="strong")
-    if count > 1:
-        parts = [np.flatnonzero(label == c).tolist() for c in range(min(count, 3))]
-        shown = ", ".join("{" + ", ".join(map(str, p[:6])) + (", …}" if len(p) > 6 else "}") for p in parts)
-        more = ", …" if count > 3 else ""
-        raise GossamerError(f"graph {name!r} is not connected: {count} parts do not all hear of each other: {shown}{more}")
-    return rounds
-
-
-def _draw(name: str, draw: Callable[[int], nx.Graph], seed: int, advice: str) -> Round:
-    graph = nx.Graph()
-    for attempt in range(100):
-        graph = draw(seed + attempt * 1_000_003)
-        if nx.is_connected(graph):
-            return _metropolis(graph)
-    try:
-        _connected(name, [_metropolis(graph)])
-    except GossamerError as error:
-        raise GossamerError(f"{error}; 100 draws from seed={seed} were not connected: {advice}") from None
-    raise AssertionError("unreachable")
-
-
-def _uniform(hears: Sequence[set[int]]) -> Round:
-    """Everyone weighs itself and each that it hears alike."""
-    n = len(hears)
-    w = scipy.sparse.lil_array((n, n))
-    for i, peers in enumerate(hears):
-        members = sorted({i, *peers})
-        w[i, members] = 1 / len(members)
-    return general(w)
-
-
-def _metropolis(graph: nx.Graph) -> Round:
-    """w_ij = 1/(1 + max(degree of i, degree of j)): symmetric, so doubly stochastic, on any undirected graph."""
-    n = graph.number_of_nodes()
-    w = scipy.sparse.lil_array((n, n))
-    for i, j in graph.edges:
-        w[i, j] = w[j, i] = 1 / (1 + max(graph.degree[i], graph.degree[j]))
-    w.setdiag(1 - np.asarray(w.sum(axis=1)).ravel())
-    return general(w)
-
-
-def _pairs(n: int, pairs: Iterable[tuple[int, int]]) -> Round:
-    source = list(range(n))
-    for i, j in pairs:
-        source[i], source[j] = j, i
-    return Permutation(n, tuple(source))
