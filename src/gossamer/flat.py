@@ -175,3 +175,26 @@ def refuse_unfit(module: nn.Module) -> None:
             raise GossamerError(f"module {name or kind!r} is sharded by {kind}: Gossamer averages whole models")
         if isinstance(part, nn.parallel.DistributedDataParallel):
             raise GossamerError(f"module {name or kind!r} is a DistributedDataParallel already; give Gossamer the bare module")
+
+
+def refuse_strangers(optimizers: Sequence[torch.optim.Optimizer], module: nn.Module, flat: Flat) -> None:
+    """What is given to ``gossip()`` must be optimizers that train this module, and only what is averaged of it."""
+    if not optimizers:
+        raise GossamerError("gossip() needs the optimizer, or the optimizers, that train this model")
+    if len(set(map(id, optimizers))) < len(optimizers):
+        raise GossamerError("gossip() was given the same optimizer twice")
+    mine = {id(p) for p in module.parameters()}
+    for k, optimizer in enumerate(optimizers):
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise GossamerError(f"gossip() takes optimizers; argument {k} is a {type(optimizer).__name__}")
+        trained = [p for group in optimizer.param_groups for p in group["params"] if id(p) in mine]
+        if not trained:
+            raise GossamerError(
+                f"gossip(): {type(optimizer).__name__} (argument {k}) trains no parameter of this model; "
+                "make it from model.parameters()"
+            )
+        if any(id(p) not in flat.names for p in trained):
+            raise GossamerError(
+                f"gossip(): {type(optimizer).__name__} (argument {k}) trains a parameter that the module got after it was "
+                "wrapped, and which is not averaged; wrap the module when it is complete"
+            )

@@ -9,12 +9,15 @@ For ``torch.optim.SGD`` and ``RMSprop`` with momentum. Others are left alone: th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from gossamer.errors import GossamerError
+from gossamer.flat import Flat
+from gossamer.mixer import Mixer
+from gossamer.rounds import Mean
 
 _KINDS = (torch.optim.SGD, torch.optim.RMSprop)
 
@@ -35,3 +38,36 @@ def share(optimizer: torch.optim.Optimizer, moved: Callable[[Tensor], Tensor | N
             far = moved(parameter) if buffer is not None else None
             if far is not None:
                 torch.div(far, -float(group["lr"]), out=buffer)  # as gradients point
+
+
+class Shared:
+    """By the workers of a person's own loop. ``jumped``: since the last mean of all, parameters were changed by somebody else than
+    the optimizers, so how far they went is no momentum."""
+
+    def __init__(self, flat: Flat, mixer: Mixer) -> None:
+        self.flat, self.mixer = flat, mixer
+        self.jumped = False
+        self._noticed = False  # whether that was looked at in this step
+
+    def notice(self) -> None:
+        """Before the first of the optimizers changes anything in this step."""
+        if not self._noticed:
+            self.jumped |= self.flat.touched
+            self._noticed = True
+
+    def share(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """If all parameters are their mean now, and it was training that moved them."""
+        jumped = self.jumped
+        if isinstance(self.mixer.round, Mean):
+            self.jumped = False
+        if jumped:
+            return
+        moved = [self.mixer.moved(block) for block in self.flat.blocks]
+        views = self.flat.views(moved) if any(row is not None for row in moved) else {}
+        for optimizer in optimizers if views else ():
+            share(optimizer, lambda parameter: views.get(id(parameter)))
+
+    def settle(self) -> None:
+        """The step is done."""
+        self._noticed = False
+        self.flat.settle()

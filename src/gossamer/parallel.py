@@ -26,12 +26,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gossamer import consensus, momentum, profile, shards
+from gossamer import consensus, momentum, profile, scalers, shards
 from gossamer import state as state_of_worker
 from gossamer.blocks import Block
 from gossamer.errors import GossamerError
 from gossamer.exchange import Exchange
-from gossamer.flat import Flat, refuse_unfit
+from gossamer.flat import Flat, refuse_strangers, refuse_unfit
 from gossamer.flights import Traffic
 from gossamer.gradients import Gradients
 from gossamer.graphs import Graph, told_hosts
@@ -40,7 +40,6 @@ from gossamer.mixer import Mixer, Wire
 from gossamer.probe import Probe
 from gossamer.profile import Profile
 from gossamer.roster import Change
-from gossamer.rounds import Mean
 from gossamer.schedules import Order, Schedule, schedule
 from gossamer.seats import Seat
 from gossamer.survival import Survival
@@ -123,8 +122,7 @@ class DecentralizedDataParallel(Wrapper):
         self._also: Mapping[str, Any] = {}
         self._survival: Survival | None = None  # under gossamer launch, from gossip() on
         self._averaged = False  # inside consensus()
-        self._jumped = False  # since the last mean of all, parameters were changed by somebody else than the optimizers
-        self._noticed = False  # whether that was looked at in this step
+        self._momentum = momentum.Shared(self._flat, self._mixer) if self.schedule.shares_momentum else None
         self._warned = False
         # Not as a decorator: that would load the whole compiler when Gossamer is imported.
         self._plainly = torch.compiler.disable(self._on_forward)
@@ -192,7 +190,7 @@ class DecentralizedDataParallel(Wrapper):
         """
         self._refuse_copy("gossip()")
         self._refuse_busy("gossip()")
-        self._check_optimizers(optimizers)
+        refuse_strangers(optimizers, self._bare(), self._flat)
         for optimizer in optimizers if self.schedule.shares_momentum else ():
             momentum.check(optimizer)
         self._agree(
@@ -215,7 +213,7 @@ class DecentralizedDataParallel(Wrapper):
         # With several, the first ones change parameters that are being sent: so a copy is sent, and its change is added.
         self._mixer.send_copy = self.send_copy or len(optimizers) > 1
         if scaler is not None:
-            self._watch(scaler, last)
+            self._undo.append(scalers.watch(scaler, self._scaled_step, self._before_unscaling))
         self._profile_every, self._on_profile = profile_every or 0, on_profile
         if self._seat is not None and self._exchange is not None and not self.averages_gradients:
             self._survive(self._seat, self._exchange, also or {}, on_change)
@@ -239,27 +237,6 @@ class DecentralizedDataParallel(Wrapper):
                 self.steps = self._survival.position()
         self._also = also
         self._survival.on_change = on_change
-
-    def _check_optimizers(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-        if not optimizers:
-            raise GossamerError("gossip() needs the optimizer, or the optimizers, that train this model")
-        if len(set(map(id, optimizers))) < len(optimizers):
-            raise GossamerError("gossip() was given the same optimizer twice")
-        mine = {id(p) for p in self._bare().parameters()}
-        for k, optimizer in enumerate(optimizers):
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise GossamerError(f"gossip() takes optimizers; argument {k} is a {type(optimizer).__name__}")
-            trained = [p for group in optimizer.param_groups for p in group["params"] if id(p) in mine]
-            if not trained:
-                raise GossamerError(
-                    f"gossip(): {type(optimizer).__name__} (argument {k}) trains no parameter of this model; "
-                    "make it from model.parameters()"
-                )
-            if any(id(p) not in self._flat.names for p in trained):
-                raise GossamerError(
-                    f"gossip(): {type(optimizer).__name__} (argument {k}) trains a parameter that the module got after it was "
-                    "wrapped, and which is not averaged; wrap the module when it is complete"
-                )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.training and torch.is_grad_enabled() and not self._averaged:
@@ -292,8 +269,8 @@ class DecentralizedDataParallel(Wrapper):
         """Parameters set out, if this is a step with averaging."""
         if not self._begin():
             return
-        if self._flat.check():
-            self._jumped = True
+        if self._flat.check() and self._momentum is not None:
+            self._momentum.jumped = True
         self._flat.adopt()
         self._look()
         if self._exchange is None or (self.steps + 1) % self.local_steps:
@@ -317,20 +294,8 @@ class DecentralizedDataParallel(Wrapper):
         if self._mixer.probe is not None and (sight := self._mixer.probe.taken()):
             self._current_schedule.observe(sight)
             self.schedule.succeed(self._current_schedule)
-        if self.schedule.shares_momentum:
-            self._share_momentum()
-
-    def _share_momentum(self) -> None:
-        """If all parameters are their mean now, and it was training that moved them."""
-        jumped = self._jumped
-        if isinstance(self._mixer.round, Mean):
-            self._jumped = False
-        if jumped:
-            return
-        moved = [self._mixer.moved(block) for block in self._flat.blocks]
-        views = self._flat.views(moved) if any(row is not None for row in moved) else {}
-        for optimizer in self._gradients if views else ():
-            momentum.share(optimizer, lambda parameter: views.get(id(parameter)))
+        if self._momentum is not None:
+            self._momentum.share(self._gradients)
 
     def _rate(self) -> float:
         """The learning rate; with several optimizers, or groups, the first one's stands for all."""
@@ -358,16 +323,11 @@ class DecentralizedDataParallel(Wrapper):
                 "optimizer.step(closure) evaluates the loss inside step(), where adapt-while-combine has already mixed the "
                 "parameters and all-reduce has averaged the gradients; use order='atc' with a graph, or step() without a closure"
             )
-        self._notice_jump()
+        if self._momentum is not None:
+            self._momentum.notice()
         if self.averages_gradients:
             self._begin()
             self._gradients[optimizer].average()
-
-    def _notice_jump(self) -> None:
-        """Before the first of the optimizers changes anything in this step."""
-        if self.schedule.shares_momentum and not self._noticed:
-            self._jumped |= self._flat.touched
-            self._noticed = True
 
     def _after_any_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         self._gradients[optimizer].done()
@@ -385,36 +345,25 @@ class DecentralizedDataParallel(Wrapper):
             self._finish()
         self.steps += 1
         self._begun = False
-        if self.schedule.shares_momentum:
-            self._noticed = False
-            self._flat.settle()
+        if self._momentum is not None:
+            self._momentum.settle()
 
-    def _watch(self, scaler: torch.amp.GradScaler, last: torch.optim.Optimizer) -> None:
-        """A GradScaler that finds an infinite gradient does not call ``step()``, so no hook fires."""
-        step, unscale = scaler.step, scaler.unscale_
+    def _scaled_step(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Any:
+        before = self.steps
+        result = step()
+        if optimizer in self._gradients:
+            self._gradients[optimizer].done()
+        if optimizer is next(reversed(self._gradients)) and self.steps == before:  # skipped, and averaged all the same
+            if self._momentum is not None:
+                self._momentum.notice()
+            self._before_step()
+            self._after_step()
+        return result
 
-        def step_and_average(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            before = self.steps
-            result = step(optimizer, *args, **kwargs)
-            if optimizer in self._gradients:
-                self._gradients[optimizer].done()
-            if optimizer is last and self.steps == before:
-                self._notice_jump()
-                self._before_step()
-                self._after_step()
-            return result
-
-        def average_and_unscale(optimizer: torch.optim.Optimizer) -> None:
-            # Before the check for infinite gradients, so that all workers find the same.
-            if self.averages_gradients and optimizer in self._gradients:
-                self._gradients[optimizer].average()
-            unscale(optimizer)
-
-        def undo() -> None:
-            scaler.step, scaler.unscale_ = step, unscale  # type: ignore[method-assign]
-
-        scaler.step, scaler.unscale_ = step_and_average, average_and_unscale  # type: ignore[method-assign]
-        self._undo.append(undo)
+    def _before_unscaling(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before the check for infinite gradients, so that all workers find the same."""
+        if self.averages_gradients and optimizer in self._gradients:
+            self._gradients[optimizer].average()
 
     def average_gradients(self) -> None:
         """With ``graph="all-reduce"``: average the gradients now and not in ``step()``, to clip or look at the averaged ones.
