@@ -1,5 +1,6 @@
 """The bench: results, resume after real SIGKILLs, one writer at a time, and what goes wrong."""
 
+import io
 import json
 import os
 import random
@@ -15,13 +16,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from gossamer import cli
 from gossamer.apps import tasks
 from gossamer.dbench import analysis, bench
 from gossamer.dbench import spec as specs
 from gossamer.dbench.report import write
-from gossamer.dbench.results import as_csv, results
+from gossamer.dbench.results import as_csv, as_table, results
 from gossamer.dbench.store import FILE, Store
 from gossamer.errors import GossamerError
 from gossamer.replicas import Replicas
@@ -92,6 +94,10 @@ def test_results_have_the_documented_keys(uninterrupted):
     lines = gossamer("results", uninterrupted, "--csv").stdout.splitlines()
     assert len(lines) == 13
     assert "dispersion_at_10_percent_gini" in lines[0]
+    table = io.StringIO()
+    Console(file=table, width=80).print(as_table(results(Store(uninterrupted / FILE)), with_failures=False))
+    assert all(word in table.getvalue() for word in ("replicas", "accuracy", "worst", "MB", "seconds", "centralized"))
+    assert "…" not in table.getvalue()  # nothing is cut off
 
 
 def test_the_store_keeps_history_profiles_events_and_machine(uninterrupted):

@@ -13,13 +13,12 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from gossamer import graphs, picture
 from gossamer.apps import data_cli, tasks
 from gossamer.dbench import compare as comparing
 from gossamer.dbench import report as reporting
-from gossamer.dbench.results import as_csv, results
+from gossamer.dbench.results import as_csv, as_table, results
 from gossamer.dbench.runner import bench
 from gossamer.dbench.spec import load, shipped
 from gossamer.dbench.store import FILE, Store
@@ -115,13 +114,7 @@ def results_command(
     elif csv:
         typer.echo(as_csv(rows), nl=False)
     else:
-        axes = ("method", "replicas", "seed", *(["failures"] if store.spec().failures else []))
-        keys = (*axes, "status", "value", "value_mean", "value_worst", "bytes_per_replica", "seconds")
-        table = Table(*keys)
-        for row in rows:
-            cells = ("–" if row[k] is None else f"{row[k]:.4g}" if isinstance(row[k], float) else str(row[k]) for k in keys)
-            table.add_row(*map(Text, cells))
-        Console().print(table)
+        Console().print(as_table(rows, with_failures=bool(store.spec().failures)))
 
 
 @app.command("compare")

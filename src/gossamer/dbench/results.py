@@ -8,6 +8,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
 from gossamer.dbench.analysis import RunData, load
 from gossamer.dbench.store import Store
 from gossamer.profile import MEASURES
@@ -73,3 +77,26 @@ def as_csv(rows: Sequence[dict[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(flat)
     return text.getvalue()
+
+
+def as_table(rows: Sequence[dict[str, Any]], with_failures: bool) -> Table:
+    """What a person looks for first, in 80 columns: the averaged model, the single ones, what it took."""
+    metric = rows[0]["metric"] if rows else "value"
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("method", overflow="fold")
+    for name in ("replicas", "seed", *(["failures"] if with_failures else []), "status"):
+        table.add_column(name, justify="left" if name in ("failures", "status") else "right")
+    for name in (metric, "mean", "worst", "MB", "seconds"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        sent = row["bytes_per_replica"]
+        table.add_row(
+            *(
+                Text(str(row[key]))
+                for key in ("method", "replicas", "seed", *(["failures"] if with_failures else []), "status")
+            ),
+            *("–" if row[key] is None else f"{row[key]:.4g}" for key in ("value", "value_mean", "value_worst")),
+            "–" if sent is None else f"{sent / 1e6:.4g}",
+            "–" if row["seconds"] is None else f"{row['seconds']:.1f}",
+        )
+    return table
