@@ -1280,6 +1280,144 @@ def momentum_that_can_not_be_shared_is_refused_at_once_and_what_is_none_is_left_
     assert all(torch.equal(optimizer.state[p]["momentum_buffer"], kept) for p, kept in zip(weights, before, strict=True))
 
 
+# --- What DDP scripts do ---------------------------------------------------------------------------------------------------------
+
+
+@case(2)
+def evaluation_may_be_in_inference_mode(world):
+    for graph in ("one-peer-exponential", "ada-auto"):
+        model = world.model(graph=graph, init="keep", module=small(seed=world.rank))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        model.gossip(optimizer)
+        train(world, model, optimizer, 3)
+        before = flat(model).clone()
+        with torch.inference_mode():
+            assert model.mean(float(world.rank)) == 0.5
+            score = model.mean(loss_of(model.eval(), world.batch(0)))
+            assert world.same(score.clone().reshape(1))
+            with model.consensus():
+                assert world.same(model(world.batch(0, rank=0)[0]).clone())
+        assert torch.equal(flat(model), before)
+        with torch.inference_mode():
+            model.save(world.folder / f"inference-{graph}")
+        train(world, model.train(), optimizer, 2, start=3)
+        with torch.inference_mode():
+            assert model.load(world.folder / f"inference-{graph}")
+        assert torch.equal(flat(model), before)
+        train(world, model, optimizer, 2, start=3)
+        with torch.inference_mode():
+            model.average_()
+        assert world.same(flat(model))
+
+
+@case(2)
+def a_fused_optimizer_sees_what_all_see(world):
+    """The scaler looks at its gradients without unscaling them."""
+    model = world.model(graph="all-reduce")
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    model.gossip(optimizer, scaler=scaler)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(model, world.batch(step)) * (math.inf if step == 1 and world.rank == 1 else 1.0)
+        scaler.scale(loss).backward()
+        before = flat(model).clone()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(flat(model), before) == (step == 1)
+    assert torch.isfinite(flat(model)).all()
+    assert world.same(flat(model))
+    assert scaler.get_scale() == 2.0
+
+
+@case(2)
+def a_step_that_does_not_come_leaves_nothing_behind(world):
+    """With all-reduce: gradients that were averaged and thrown away, and two optimizers that clip in turn."""
+    model = world.model(graph="all-reduce")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.gossip(optimizer)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, world.batch(step)).backward()
+        if step == 1:
+            model.average_gradients()
+            continue
+        optimizer.step()
+    assert world.same(flat(model))
+    model = world.model(graph="all-reduce")
+    first, second = (torch.optim.SGD(part.parameters(), 0.1) for part in (model.module[0], model.module[2]))
+    model.gossip(first, second)
+    for step in range(3):
+        for k, optimizer in enumerate((first, second)):
+            optimizer.zero_grad()
+            loss_of(model.module, world.batch(2 * step + k)).backward()  # not by way of the wrapper
+            model.average_gradients()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+    assert world.same(flat(model))
+
+
+@case(2)
+def all_reduce_with_a_scaler_and_clipping_may_be_uneven(world):
+    for clips in (False, True):
+        model = world.model(graph="all-reduce")
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        scaler = None if clips else torch.amp.GradScaler("cpu", init_scale=4.0)
+        model.gossip(optimizer, scaler=scaler)
+        with model.uneven():
+            for step in range(5 if world.rank == 0 else 60):
+                optimizer.zero_grad()
+                loss = loss_of(model, world.batch(step))
+                if scaler is None:
+                    loss.backward()
+                    model.average_gradients()
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                else:
+                    scaler.scale(loss).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                time.sleep(0.002)
+        assert world.same(flat(model))
+
+
+@case(1, 2)
+def what_ddp_has_is_there_or_refused_with_advice(world):
+    for options, match in (
+        ({"device_ids": [0]}, "device_ids is an argument of torch's DDP .*move the module to its device first"),
+        ({"find_unused_parameters": True}, "leave it out: a parameter without a gradient is averaged"),
+        ({"graph": [0]}, "device_ids is an argument"),
+        ({"graph": "allreduce"}, "no graph 'allreduce'; did you mean 'all-reduce'"),
+        ({"graph": "ada-autoo"}, "did you mean 'ada-auto'"),
+    ):
+        with pytest.raises(GossamerError, match=match):
+            world.model(**options)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'grph'"):
+        world.model(grph="ring")
+    assert world.model(graph="all_reduce").averages_gradients
+    assert world.model(graph="Ada_Auto").schedule.describe() == "ada-auto"
+    model = world.model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.gossip(optimizer)
+    with model.no_sync():
+        loss_of(model, world.batch(0)).backward()
+    loss_of(model, world.batch(1)).backward()
+    if world.size > 1:
+        with pytest.raises(GossamerError, match="also for micro-batches that are left over"):
+            model.average_()
+    optimizer.step()
+    assert model.steps == 1
+    saved = {f"module.{key}": torch.full_like(value, 0.5) for key, value in model.state_dict().items()}  # by torch's DDP
+    model.load_state_dict(saved)
+    assert (flat(model) == 0.5).all()
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({"module.0.weight": saved["module.0.weight"]})
+    with model.consensus():
+        for call in (model.average_, lambda: model.save(world.folder / "no")):
+            with pytest.raises(GossamerError, match=r"inside consensus\(\) \(step 1\): call it after the block"):
+                call()
+
+
 # --- Bad input ----------------------------------------------------------------------------------------------------------------
 
 

@@ -57,6 +57,8 @@ def main(out, graph, steps, pause, options):
                 (out / "new").rename(out / "last")
 
     model.gossip(optimizer, on_change=changed)
+    saves = "saves" in options
+    record["loaded"] = saves and model.load(out / "kept")
     record["from"] = model.steps
     generator = torch.Generator().manual_seed(os.getpid())
     mine = out / f"{name}.pid"
@@ -73,6 +75,8 @@ def main(out, graph, steps, pause, options):
             mine.write_text(str(os.getpid()))
         if slow and slow.split(",")[:2] == [str(rank), str(model.steps)]:
             time.sleep(float(slow.split(",")[2]))
+        if saves and model.steps == 20:
+            model.save(out / "kept")
         (out / f"{name}.step").write_text(str(model.steps))
         if dies == f"{rank},{model.steps}" and not record["changes"]:
             os.kill(os.getpid(), signal.SIGKILL)

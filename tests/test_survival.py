@@ -134,6 +134,28 @@ def test_a_host_that_is_gone_and_the_store_with_it(tmp_path):
     assert "terminate called" not in out, out
 
 
+def test_more_workers_join_a_job_with_the_default_graph_and_checkpoints(tmp_path):
+    """The graph that ``auto`` is follows from the workers of the start, also for those who join; they take no state from a checkpoint."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = ["--address", f"127.0.0.1:{free.getsockname()[1]}"]
+    with Campaign(tmp_path, 2, "auto", launch=place, options=["saves=1"]) as first:
+        started(first, 2)
+        first.wait_for(lambda: first.step() >= 30)
+        with Campaign(tmp_path, 2, "auto", launch=["--join", *place], options=["saves=1"]) as second:
+            for rank in (2, 3):
+                second.wait_for(lambda rank=rank: second.pid(rank))
+            out, records = first.finish(more=200)
+            more = second.process.communicate(timeout=60)[0]
+    assert first.process.returncode == second.process.returncode == 0, out + more
+    records |= {record["rank"]: record for record in (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))}
+    assert sorted(records) == [0, 1, 2, 3], out + more
+    for record in records.values():
+        assert not record["wrong"], (record["wrong"], out, more)
+        assert record["members"] == [0, 1, 2, 3]
+        assert not record["loaded"]  # nothing was there at the start, and a newcomer gets the state of another
+
+
 def test_ada_that_decides_by_itself_begins_again_with_those_who_are_there(tmp_path):
     eager = "ada-auto:tolerance=0.65"  # changes its mind in few steps
     with Campaign(tmp_path, 3, eager, launch=["--restart", "1"]) as job:

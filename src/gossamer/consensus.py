@@ -24,13 +24,13 @@ def averaged(flat: Flat, mixer: Mixer, model: nn.Module, batches: Iterable[Any] 
 
     ``batches``: inputs with which BatchNorm's statistics are estimated anew, on ``model``.
     """
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         rows = [mixer.mean(block.x[0], "consensus()").clone() for block in flat.blocks]
         places = [(m._buffers, key) for m in flat.module.modules() for key, b in m._buffers.items() if b is not None]
         own = [owner[key] for owner, key in places]
         shared = _shared(flat.module, own)
         means = mean_buffers([b for b in own if b is not None], shared, mixer)
-    flat.point_at(rows)
+        flat.point_at(rows)
     for (owner, key), mean in zip(places, means, strict=True):
         owner[key] = mean
     try:
@@ -40,11 +40,13 @@ def averaged(flat: Flat, mixer: Mixer, model: nn.Module, batches: Iterable[Any] 
                 b.copy_(mean)
         yield
     finally:
-        flat.point_at(None)
+        with torch.inference_mode(False):
+            flat.point_at(None)
         for (owner, key), before in zip(places, own, strict=True):
             owner[key] = before
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def average_(flat: Flat, mixer: Mixer) -> None:
     for block in flat.blocks:

@@ -155,6 +155,8 @@ class Exchange:
 
     # --- What all processes do together, outside of a step ----------------------------------------------------------------
 
+    @torch.inference_mode(False)  # a thread writes to what is made here, and it is in no inference mode
+    @torch.no_grad()
     def gather(self, row: Tensor, what: str = "gather") -> Tensor:
         """Everyone's flat tensor of the same size, ``[size, …]``. For small ones."""
         everyone = row.new_empty(0)

@@ -10,6 +10,7 @@ With a :class:`Guard` (see ``membership.py``) a peer that is lost ends nothing: 
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import re
 import threading
@@ -77,8 +78,10 @@ class Traffic:
 
     @property
     def hidden(self) -> float:
-        """The share of the transfer time during which the process computed."""
-        return 1 - self.exposed / self.transfer if self.transfer else 1.0
+        """The share of the transfer time during which the process computed. On a GPU it is not known: only the stream sees the end."""
+        if not self.transfer:
+            return math.nan if self.flights else 1.0
+        return 1 - self.exposed / self.transfer
 
 
 class Flight:
@@ -175,7 +178,7 @@ class Flight:
             self.counted = True
             traffic = self.exchange.traffic
             traffic.exposed += time.perf_counter() - began
-            traffic.transfer += self.ended - self.began
+            traffic.transfer += self.ended - self.began if self.ended else 0.0
             traffic.flights += 1
 
     def _wait(self, began: float) -> None:

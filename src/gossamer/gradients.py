@@ -10,7 +10,8 @@ from gossamer.mixer import Mixer
 
 
 class Gradients:
-    """Of one optimizer. ``average()`` once per step; ``done()`` when the step is over.
+    """Of one optimizer. ``average()`` once per step, or ``again`` if somebody asks for it; ``done()`` when the step is over, or if it does
+    not come.
 
     A gradient that is missing here counts as zero. One flag per parameter travels along, so that all workers know which
     parameters had a gradient somewhere: only those get one, and all workers' optimizers update the same ones.
@@ -22,8 +23,8 @@ class Gradients:
         self._rows: dict[tuple[torch.dtype, int], Tensor] = {}
 
     @torch.no_grad()
-    def average(self) -> None:
-        if self._averaged:
+    def average(self, again: bool = False) -> None:
+        if self._averaged and not again:
             return
         self._averaged = True
         if self.mixer.exchange is None:

@@ -392,18 +392,24 @@ OVER_HOSTS = ("alternating-exponential-ring", "hierarchical")  # these must know
 
 def told_hosts(graph: _T, per_node: int) -> _T | str:
     """A graph over hosts whose name says nothing about them, with the number of workers per host; any other as it is."""
-    if isinstance(graph, str) and graph.replace("_", "-") in OVER_HOSTS:
+    if isinstance(graph, str) and ":" not in graph and plain_name(graph) in OVER_HOSTS:
         return f"{graph}:per_node={per_node}"
     return graph
 
 
-def parse(text: str, n: int) -> Graph:
-    """``"ring"``, ``"lattice:k=10"``, ``"random-regular:d=4,seed=1"`` … for n replicas."""
-    name, _, options = text.strip().partition(":")
-    name = name.strip().lower().replace("_", "-")
+def plain_name(text: str) -> str:
+    """What stands before the options, as it is looked up: ``One_Peer_Ring`` is ``one-peer-ring``."""
+    return text.partition(":")[0].strip().lower().replace("_", "-")
+
+
+def parse(text: str, n: int, also: Sequence[str] = ()) -> Graph:
+    """``"ring"``, ``"lattice:k=10"``, ``"random-regular:d=4,seed=1"`` … for n replicas. ``also``: other names that the caller knows, for
+    the error."""
+    name, options = plain_name(text), text.partition(":")[2]
     if name not in _FAMILIES:
-        near = difflib.get_close_matches(name, families(), n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(families())}"
+        known = sorted([*families(), *also])
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
         raise GossamerError(f"there is no graph {name!r}; {hint}")
     family = _FAMILIES[name]
     parameters = inspect.signature(family).parameters

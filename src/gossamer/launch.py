@@ -199,7 +199,8 @@ class Launcher:
             "TORCH_GLOO_LAZY_INIT": "1",  # the default group can be made again by a worker that comes back, alone
             "GOSSAMER_STORE": self._where,
             "GOSSAMER_TICKET": str(ticket),
-            "GOSSAMER_WORKERS": str(self._first_size(everyone)),
+            "GOSSAMER_WORKERS": self._at_the_start("workers", everyone),
+            "GOSSAMER_WORKERS_PER_HOST": self._at_the_start("workers-per-host", self.job.workers),
             "GOSSAMER_EVICT_AFTER": str(self.job.evict_after),
             "PYTHONUNBUFFERED": "1",
         }
@@ -230,12 +231,13 @@ class Launcher:
         self.workers.append(worker)
         self._selector.register(pipe, selectors.EVENT_READ, lambda: self._read(worker))
 
-    def _first_size(self, everyone: int) -> int:
-        key = "gossamer/workers"
+    def _at_the_start(self, what: str, mine: int) -> str:
+        """What it was for those who began the job, which those who join must know as well."""
+        key = f"gossamer/{what}"
         if not self.job.join:
-            self._store.set(key, str(everyone))
-            return everyone
-        return int(self._store.get(key))
+            self._store.set(key, str(mine))
+            return str(mine)
+        return self._store.get(key).decode()
 
     def _read(self, worker: _Worker, last: bool = False) -> None:
         while True:

@@ -251,7 +251,8 @@ class BatchLink(Link):
     """
 
     def _open(self) -> Any:
-        group = dist.new_group(backend="nccl" if torch.cuda.is_available() else "gloo")
+        # What is small (checkpoints' steps, profiles) is on the CPU there as well.
+        group = dist.new_group(backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         if self.streams:  # the first call on an NCCL group must have everyone in it
             dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
         return group

@@ -328,6 +328,8 @@ class Mixer:
             mean = rows if len(rows) == 1 else rows.mean(dim=0, keepdim=True)
             rows.copy_(self.mean(mean[0]).expand_as(rows))
 
+    @torch.inference_mode(False)  # a thread writes to what is made here, and it is in no inference mode
+    @torch.no_grad()
     def mean(self, row: Tensor, what: str = "mean()") -> Tensor:
         """The mean over all processes of a flat tensor."""
         exchange = self.exchange

@@ -34,7 +34,7 @@ from gossamer.exchange import Exchange
 from gossamer.flat import Flat, refuse_strangers, refuse_unfit
 from gossamer.flights import Traffic
 from gossamer.gradients import Gradients
-from gossamer.graphs import Graph, told_hosts
+from gossamer.graphs import Graph, plain_name, told_hosts
 from gossamer.links import open_link
 from gossamer.mixer import Mixer, Wire
 from gossamer.probe import Probe
@@ -61,6 +61,8 @@ class DecentralizedDataParallel(Wrapper):
     - ``send_copy``: send from a copy, so that a slow receiver does not hold a fast sender; costs one pass over the parameters.
     - ``init``: ``"broadcast"`` gives everyone rank 0's values, as DDP does; ``"keep"`` leaves them.
     - ``timeout``: seconds without a word from a worker we wait for, after which it is an error.
+
+    Of DDP's other arguments (``device_ids`` …) each is refused with a word on what to do without it.
     """
 
     def __init__(
@@ -76,8 +78,10 @@ class DecentralizedDataParallel(Wrapper):
         epochs: int | None = None,
         steps_per_epoch: int | None = None,
         timeout: float = 300.0,
+        **ddps: object,
     ) -> None:
         super().__init__()
+        _refuse_ddps([*ddps, *(["device_ids"] if isinstance(graph, (list, tuple)) else [])])
         if order is not None:
             _check_choice("order", order, ("awc", "atc"))
         _check_choice("init", init, ("broadcast", "keep"))
@@ -89,20 +93,20 @@ class DecentralizedDataParallel(Wrapper):
         link = open_link(self._device, timeout, joins=True)
         self._exchange = Exchange(link) if link else None
         self._seat = Seat.taken() if self._exchange is not None and self._device.type == "cpu" else None
-        self.averages_gradients = graph == ALL_REDUCE
+        self.averages_gradients = isinstance(graph, str) and plain_name(graph) == ALL_REDUCE
         if self._seat is not None and self._seat.joins and self.averages_gradients:
             raise GossamerError("with graph='all-reduce' nobody can come back: all workers need all others in each step")
         self.rank = self._seat.rank if self._seat else link.rank if link else 0
         self._mixer = Mixer(self.size, self._exchange, wire, send_copy)
         planned = self._seat.size if self._seat else self.size
-        self.schedule = schedule("complete" if self.averages_gradients else _per_host(graph), planned)
+        self.schedule = schedule("complete" if self.averages_gradients else _per_host(graph), planned, (ALL_REDUCE, "auto"))
         self.order: Order = order or self.schedule.order
         self.local_steps, self.send_copy = local_steps, send_copy
         self.epochs, self.steps_per_epoch = epochs or 1, steps_per_epoch
         if self.schedule.by_epoch and not (epochs and steps_per_epoch):
             raise GossamerError(
                 f"graph {self.schedule.describe()!r} changes with the epoch, so it must know them: "
-                "DecentralizedDataParallel(…, epochs=90, steps_per_epoch=len(loader))"
+                "DecentralizedDataParallel(…, epochs=90, steps_per_epoch=len(loader)), in optimizer steps"
             )
         if self.schedule.watches and local_steps > 1:
             raise GossamerError(
@@ -129,7 +133,9 @@ class DecentralizedDataParallel(Wrapper):
         self._profile_every = 0
         self._on_profile: Callable[[Profile], object] | None = None
         if self._exchange is not None and not self._joins:
-            self._agree({**self._setup(), "wire": wire, "init": init, "steps_per_epoch": str(steps_per_epoch)})
+            self._agree(
+                {**self._setup(), "wire": wire, "init": init, "epochs": str(epochs), "steps_per_epoch": str(steps_per_epoch)}
+            )
             self._agree(self._flat.signature())
             if init == "broadcast":
                 consensus.broadcast(self._flat, self._exchange)
@@ -188,7 +194,7 @@ class DecentralizedDataParallel(Wrapper):
         Under ``gossamer launch``: ``also``, what else a worker that joins takes over (LR schedulers …; what has a state_dict, by
         name), and ``on_change``, called with each :class:`Change` of the members just before the step in which it takes effect.
         """
-        self._refuse_copy("gossip()")
+        self._refuse_alone("gossip()")
         self._refuse_busy("gossip()")
         refuse_strangers(optimizers, self._bare(), self._flat)
         for optimizer in optimizers if self.schedule.shares_momentum else ():
@@ -247,6 +253,9 @@ class DecentralizedDataParallel(Wrapper):
         if not self._gradients and self._exchange is not None and not self._warned:
             self._warned = True
             warnings.warn("model.gossip(optimizer) was not called, so nothing is averaged", stacklevel=3)
+        if self.averages_gradients:
+            for gradients in self._gradients.values():
+                gradients.done()  # what was averaged for a step that did not come is no longer all there is
         if self._survival is not None and self._survival.joining:
             self.steps = self._survival.before(self.steps)  # before the forward pass, in either order: parameters change
         if self.order == "awc" and not self.averages_gradients and self._gradients:
@@ -350,6 +359,7 @@ class DecentralizedDataParallel(Wrapper):
 
     def _scaled_step(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Any:
         before = self.steps
+        self._before_unscaling(optimizer)  # a fused optimizer's gradients are looked at without unscaling them
         result = step()
         if optimizer in self._gradients:
             self._gradients[optimizer].done()
@@ -363,15 +373,21 @@ class DecentralizedDataParallel(Wrapper):
     def _before_unscaling(self, optimizer: torch.optim.Optimizer) -> None:
         """Before the check for infinite gradients, so that all workers find the same."""
         if self.averages_gradients and optimizer in self._gradients:
+            self._begin()
             self._gradients[optimizer].average()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """DDP's, for scripts that have it. It does nothing: only ``step()`` exchanges anything, however many backwards came before."""
+        return contextlib.nullcontext()
 
     def average_gradients(self) -> None:
         """With ``graph="all-reduce"``: average the gradients now and not in ``step()``, to clip or look at the averaged ones.
         With any other graph gradients are one's own, and this does nothing; so a loop may always call it."""
         self._refuse_copy("average_gradients()")
         if self.averages_gradients:
+            self._begin()
             for gradients in self._gradients.values():
-                gradients.average()
+                gradients.average(again=True)
 
     # --- Looking at all workers ------------------------------------------------------------------------------------------
 
@@ -390,7 +406,7 @@ class DecentralizedDataParallel(Wrapper):
     @torch.no_grad()
     def mean(self, value: Tensor | float) -> Tensor | float:
         """The mean over all workers, of a tensor or a number: for logging and decisions. All of them call it."""
-        self._refuse_copy("mean()")
+        self._refuse_alone("mean()")
         if not isinstance(value, Tensor):
             return float(self._mixer.mean(torch.tensor([value], dtype=torch.float64, device=self._device)))
         if not value.dtype.is_floating_point:
@@ -405,9 +421,8 @@ class DecentralizedDataParallel(Wrapper):
         ``reestimate``: some of this worker's training inputs, batch by batch; BatchNorm's statistics are then estimated anew
         for the averaged model (and averaged over the workers), which is more faithful than their mean.
         """
-        self._refuse_copy("consensus()")
-        if self._averaged:
-            raise GossamerError("consensus() inside consensus()")
+        self._refuse_alone("consensus()")
+        self._refuse_averaged("consensus()")
         self._flat.check(busy=self._in_flight is not None and not self._mixer.send_copy)
         touched = self._flat.touched
         with consensus.averaged(self._flat, self._mixer, self.module, reestimate):
@@ -421,7 +436,8 @@ class DecentralizedDataParallel(Wrapper):
 
     def average_(self) -> None:
         """Parameters and floating-point buffers become their mean over the workers, for good. All workers call it."""
-        self._refuse_copy("average_()")
+        self._refuse_alone("average_()")
+        self._refuse_averaged("average_()")
         self._refuse_busy("average_()")
         self._flat.check()
         consensus.average_(self._flat, self._mixer)
@@ -433,7 +449,7 @@ class DecentralizedDataParallel(Wrapper):
         """In this block workers may do different numbers of steps: one that is done leaves the graph, and the others go on
         without it. At the end all wait for each other; who left early takes over the parameters of one who stayed. All workers
         enter it; ``mean()``, ``consensus()`` and the like have their place outside of it."""
-        self._refuse_copy("uneven()")
+        self._refuse_alone("uneven()")
         self._refuse_busy("uneven()")
         if self._survival is not None:
             raise GossamerError(
@@ -476,7 +492,8 @@ class DecentralizedDataParallel(Wrapper):
 
         All workers call it; it returns when all have written, and keeps the checkpoint before this one until then.
         """
-        self._refuse_copy("save()")
+        self._refuse_alone("save()")
+        self._refuse_averaged("save()")
         self._refuse_busy("save()")
         self._flat.check()
         state = self._capture(also or {})
@@ -484,10 +501,13 @@ class DecentralizedDataParallel(Wrapper):
             averaged = {name: t.clone() for name, t in self.state_dict().items() if isinstance(t, Tensor)}
         shards.save(Path(folder), self.steps, state, self._setup(), averaged if self.leads else None, self._exchange)
 
+    @torch.inference_mode(False)
     def load(self, folder: Path | str, also: Mapping[str, Any] | None = None) -> bool:
         """Go on from the last step that all workers have on disk. Returns whether there was one. Call it after ``gossip()``."""
-        self._refuse_copy("load()")
+        self._refuse_alone("load()")
         self._refuse_busy("load()")
+        if self._survival is not None and self._survival.joining:
+            return False  # the others are further: it takes over the state of one of them
         found = shards.load(Path(folder), self._setup(), self._exchange, self._device)
         if found is None:
             return False
@@ -529,6 +549,10 @@ class DecentralizedDataParallel(Wrapper):
     def _refuse_copy(self, what: str) -> None:
         if self.is_copy:
             raise GossamerError(f"{what} on a copy of a DecentralizedDataParallel: a copy takes no part in the averaging")
+
+    def _refuse_alone(self, what: str) -> None:
+        """What all workers have to do together."""
+        self._refuse_copy(what)
         if self._stretch is not None:
             raise GossamerError(
                 f"{what} inside uneven() (step {self.steps}): not all workers may get there; call it after the block"
@@ -538,8 +562,13 @@ class DecentralizedDataParallel(Wrapper):
         if not self.is_copy and self._in_flight is not None:
             raise GossamerError(
                 f"{what} after a training-mode forward and before step() (step {self.steps}), while parameters are being sent; "
-                "call it after optimizer.step(), or run that forward in eval mode or under torch.no_grad()"
+                "call it after optimizer.step() (also for micro-batches that are left over), or run that forward in eval mode or "
+                "under torch.no_grad()"
             )
+
+    def _refuse_averaged(self, what: str) -> None:
+        if self._averaged:
+            raise GossamerError(f"{what} inside consensus() (step {self.steps}): call it after the block")
 
     @property
     def _device(self) -> torch.device:
@@ -548,12 +577,35 @@ class DecentralizedDataParallel(Wrapper):
 
 def _per_host(graph: str | Graph | Schedule) -> str | Graph | Schedule:
     """What torchrun says about hosts decides what ``auto`` is; a graph over hosts takes the workers per host from there too."""
-    n, local = (int(os.environ.get(key) or 1) for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if graph == "auto":
+    # Who joins a job has other numbers than those who began it, and must find the same graph: our launcher says what they were.
+    env = os.environ
+    n = int(env.get("GOSSAMER_WORKERS") or env.get("WORLD_SIZE") or 1)
+    local = int(env.get("GOSSAMER_WORKERS_PER_HOST") or env.get("LOCAL_WORLD_SIZE") or 1)
+    if isinstance(graph, str) and plain_name(graph) == "auto":
         hosts, rest = divmod(n, local)
         over_hosts = local > 1 and hosts > 1 and not rest and not hosts & (hosts - 1)
         graph = "alternating-exponential-ring" if over_hosts else "one-peer-exponential"
-    return told_hosts(graph, local) if "LOCAL_WORLD_SIZE" in os.environ else graph
+    return told_hosts(graph, local) if "LOCAL_WORLD_SIZE" in env else graph
+
+
+_DDPS = {  # arguments of torch's DDP, and what to do without them
+    "device_ids": "move the module to its device first",
+    "output_device": "outputs stay on the module's device",
+    "find_unused_parameters": "a parameter without a gradient is averaged like any other",
+    "broadcast_buffers": "each worker keeps its own buffers; consensus() and average_() average them",
+    "process_group": "all workers take part",
+    "bucket_cap_mb": "parameters travel as one row",
+    "gradient_as_bucket_view": "parameters are views of one row anyway",
+    "static_graph": "it makes no difference",
+    "mixed_precision": "use torch.autocast, and gossip(scaler=…)",
+}
+
+
+def _refuse_ddps(given: list[str]) -> None:
+    for key in given:
+        if key not in _DDPS:
+            raise TypeError(f"DecentralizedDataParallel() got an unexpected keyword argument {key!r}")
+        raise GossamerError(f"{key} is an argument of torch's DDP which does not exist here; leave it out: {_DDPS[key]}")
 
 
 def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:

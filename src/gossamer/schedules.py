@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
@@ -298,10 +298,10 @@ class AdaAuto(Schedule):
     _KEPT = ("level", "noise", "usual", "fastest", "entered", "bent", "patience", "until", "_seen", "_rate", "_why")
 
 
-def schedule(what: str | Graph | Schedule, n: int) -> Schedule:
+def schedule(what: str | Graph | Schedule, n: int, also: Sequence[str] = ()) -> Schedule:
     """What a person may write for a schedule: a graph's name, ``"ada-auto"``, ``"ada"`` (with ``:reach=0.5`` …), a Graph, or a
-    Schedule."""
-    kind = what.partition(":")[0].strip().lower() if isinstance(what, str) else ""
+    Schedule. ``also``: names that only the caller knows; an error names them too."""
+    kind = graphs.plain_name(what) if isinstance(what, str) else ""
     if isinstance(what, str) and kind in _KINDS:
         make, takes = _KINDS[kind]
         return make(n, **_options(what, kind, takes))
@@ -309,7 +309,9 @@ def schedule(what: str | Graph | Schedule, n: int) -> Schedule:
         raise GossamerError(
             f"a {type(what).__name__} is not a graph; give a name, or make one with graphs.from_matrix or from_networkx"
         )
-    made = Fixed(graphs.parse(what, n)) if isinstance(what, str) else Fixed(what) if isinstance(what, Graph) else what
+    if isinstance(what, str):
+        what = graphs.parse(what, n, [*_KINDS, *also])
+    made = Fixed(what) if isinstance(what, Graph) else what
     if made.n != n:
         raise GossamerError(f"this graph or schedule is for {made.n} replicas, but there are {n}")
     return made

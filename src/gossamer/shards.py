@@ -72,7 +72,7 @@ def load(
         if header["setup"].get(key) != value
     ]
     if differ:
-        raise GossamerError(f"{path} was made with another set-up: {'; '.join(differ)}")
+        raise GossamerError(f"{path} was made with another set-up: {'; '.join(differ)}; {_INSTEAD}")
     return step, checkpoint.unflatten(header["state"], tensors)
 
 
@@ -92,9 +92,11 @@ def _refuse_incomplete(folder: Path, size: int, everyone: list[list[int]]) -> No
         raise GossamerError(f"{folder}: the workers have no step in common ({shown}); are some files lost, or on another disk?")
     others = {match[3] for path in folder.glob("step-*.rank-*") if (match := _NAME.match(path.name))} - {str(size)}
     if others and not any(everyone):
-        raise GossamerError(f"the checkpoints in {folder} are of {'/'.join(sorted(others))} workers, and there are {size}")
+        count = "/".join(sorted(others))
+        raise GossamerError(f"the checkpoints in {folder} are of {count} workers, and there are {size}; {_INSTEAD}")
 
 
+_INSTEAD = f"to go on in another way, load {AVERAGED} into the bare module before it is wrapped"
 _NAME = re.compile(r"step-(\d+)\.rank-(\d+)-of-(\d+)\.ckpt$")
 
 

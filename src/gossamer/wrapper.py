@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+_DDP = "module."  # what DistributedDataParallel puts before each key
+
 
 class Wrapper(nn.Module):
     module: nn.Module
@@ -22,10 +24,18 @@ class Wrapper(nn.Module):
         return self._bare().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """``assign`` makes no difference: values are copied to where the parameters are."""
+        """``assign`` makes no difference: values are copied to where the parameters are. A state that torch's DDP has saved, with
+        ``module.`` before each key, is taken as well."""
         if hasattr(self, "_flat"):
             self._refuse_busy("load_state_dict()")
-        return self._bare().load_state_dict(state_dict, strict=strict)
+        bare = self._bare()
+        if (
+            state_dict
+            and all(key.startswith(_DDP) for key in state_dict)
+            and not any(key.startswith(_DDP) for key in bare.state_dict())
+        ):
+            state_dict = {key.removeprefix(_DDP): value for key, value in state_dict.items()}
+        return bare.load_state_dict(state_dict, strict=strict)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """As a part of a larger module, whose state has the bare module's keys too: torch looks for them one module deeper."""
