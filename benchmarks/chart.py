@@ -93,7 +93,7 @@ def bars(
     ends = [float(top)] * columns
     parts = _heading(title, note, side)
     if legend:
-        parts += _legend([(name, COLOURS[kind]) for kind, name in legend.items()], side, top - 26, size)
+        parts += _legend([(name, COLOURS[kind]) for kind, name in legend.items()], side, top - 26, size)[0]
     for panel in panels:
         column = ends.index(min(ends))
         x, y = side + column * (width + between), ends[column]
@@ -140,7 +140,10 @@ def lines(
     width, height, left, right, size = 860, 460, 64, 24, 12
     names = list(dict.fromkeys(line.name for line in series))
     colours = {name: LINES[k % len(LINES)] for k, name in enumerate(names)}
-    top = 24 + (26 if title else 0) + (18 if note else 0) + 22
+    legend, rows = _legend(
+        [(name, colours[name]) for name in names], left, 28 + (26 if title else 0) + (18 if note else 0), size, width
+    )
+    top = 24 + (26 if title else 0) + (18 if note else 0) + 4 + 18 * rows
     bottom = height - 52
     xs = [x for line in series for x in line.x]
     ys = [y for line in series for y in line.y] + ([level[0]] if level else [])
@@ -161,7 +164,7 @@ def lines(
         part = math.log(x / left_end) / math.log(right_end / left_end) if log_x else x / right_end
         return left + part * (width - left - right), bottom - (scale(y) - low) / (high - low) * (bottom - top)
 
-    parts = _heading(title, note, 20) + _legend([(name, colours[name]) for name in names], left, top - 18, size)
+    parts = _heading(title, note, 20) + legend
     for tick in log_ticks(lowest, highest) if log else ticks(lowest, highest):
         _, y = place(right_end, tick)
         if not top <= y <= bottom:
@@ -362,13 +365,19 @@ def _heading(title: str, note: str, x: float) -> list[str]:
     return parts + ([_say(note, x, 48 if title else 24, 12, colour=_FAINT)] if note else [])
 
 
-def _legend(entries: Sequence[tuple[str, str]], x: float, y: float, size: int) -> list[str]:
-    parts = []
+def _legend(
+    entries: Sequence[tuple[str, str]], left: float, y: float, size: int, width: float = math.inf
+) -> tuple[list[str], int]:
+    """And how many rows it has, 18 apart: what would be beyond ``width`` begins a new one."""
+    parts: list[str] = []
+    x, rows = left, 1
     for name, colour in entries:
+        if x > left and x + 18 + _width(name, size) > width:
+            x, y, rows = left, y + 18, rows + 1
         parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="12" height="12" rx="2" fill="{colour}"/>')
         parts.append(_say(name, x + 18, y + 10, size))
         x += 18 + _width(name, size) + 20
-    return parts
+    return parts, rows
 
 
 def _svg(width: float, height: float, parts: Sequence[str]) -> str:
