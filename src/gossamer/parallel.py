@@ -31,7 +31,7 @@ from gossamer import state as state_of_worker
 from gossamer.blocks import Block
 from gossamer.errors import GossamerError
 from gossamer.exchange import Exchange
-from gossamer.flat import Flat, refuse_strangers, refuse_unfit
+from gossamer.flat import Flat
 from gossamer.flights import Traffic
 from gossamer.gradients import Gradients
 from gossamer.graphs import Graph, plain_name, told_hosts
@@ -39,6 +39,7 @@ from gossamer.links import open_link
 from gossamer.mixer import Mixer, Wire
 from gossamer.probe import Probe
 from gossamer.profile import Profile
+from gossamer.refusals import check_choice, refuse_ddps, refuse_strangers, refuse_unfit
 from gossamer.roster import Change
 from gossamer.schedules import Order, Schedule, schedule
 from gossamer.seats import Seat
@@ -81,10 +82,10 @@ class DecentralizedDataParallel(Wrapper):
         **ddps: object,
     ) -> None:
         super().__init__()
-        _refuse_ddps([*ddps, *(["device_ids"] if isinstance(graph, (list, tuple)) else [])])
+        refuse_ddps([*ddps, *(["device_ids"] if isinstance(graph, (list, tuple)) else [])])
         if order is not None:
-            _check_choice("order", order, ("awc", "atc"))
-        _check_choice("init", init, ("broadcast", "keep"))
+            check_choice("order", order, ("awc", "atc"))
+        check_choice("init", init, ("broadcast", "keep"))
         if local_steps < 1:
             raise GossamerError(f"local_steps={local_steps}: workers average every that many steps, so it is at least 1")
         refuse_unfit(module)
@@ -196,7 +197,7 @@ class DecentralizedDataParallel(Wrapper):
         """
         self._refuse_alone("gossip()")
         self._refuse_busy("gossip()")
-        refuse_strangers(optimizers, self._bare(), self._flat)
+        refuse_strangers(optimizers, self._bare(), self._flat.names)
         for optimizer in optimizers if self.schedule.shares_momentum else ():
             momentum.check(optimizer)
         self._agree(
@@ -586,28 +587,3 @@ def _per_host(graph: str | Graph | Schedule) -> str | Graph | Schedule:
         over_hosts = local > 1 and hosts > 1 and not rest and not hosts & (hosts - 1)
         graph = "alternating-exponential-ring" if over_hosts else "one-peer-exponential"
     return told_hosts(graph, local) if "LOCAL_WORLD_SIZE" in env else graph
-
-
-_DDPS = {  # arguments of torch's DDP, and what to do without them
-    "device_ids": "move the module to its device first",
-    "output_device": "outputs stay on the module's device",
-    "find_unused_parameters": "a parameter without a gradient is averaged like any other",
-    "broadcast_buffers": "each worker keeps its own buffers; consensus() and average_() average them",
-    "process_group": "all workers take part",
-    "bucket_cap_mb": "parameters travel as one row",
-    "gradient_as_bucket_view": "parameters are views of one row anyway",
-    "static_graph": "it makes no difference",
-    "mixed_precision": "use torch.autocast, and gossip(scaler=…)",
-}
-
-
-def _refuse_ddps(given: list[str]) -> None:
-    for key in given:
-        if key not in _DDPS:
-            raise TypeError(f"DecentralizedDataParallel() got an unexpected keyword argument {key!r}")
-        raise GossamerError(f"{key} is an argument of torch's DDP which does not exist here; leave it out: {_DDPS[key]}")
-
-
-def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise GossamerError(f"{key}={value!r} is not known; use {' or '.join(map(repr, choices))}")

@@ -1,0 +1,82 @@
+"""What a person may give to ``DecentralizedDataParallel`` and ``gossip()``, and what is refused, with a word on what would be right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from gossamer.errors import GossamerError
+
+
+def refuse_unfit(module: nn.Module) -> None:
+    """FSDP, DTensor and DDP hold parameters in ways that can't be averaged as one row."""
+    for name, p in module.named_parameters():
+        if type(p.data).__name__ == "DTensor" or type(p).__name__ == "DTensor":
+            raise GossamerError(
+                f"parameter {name!r} is a DTensor: Gossamer averages whole models and can't work on sharded ones (FSDP, tensor "
+                "parallelism)"
+            )
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise GossamerError(f"parameter {name!r} has no shape yet; run one forward of the lazy module before wrapping it")
+    devices = {p.device: name for name, p in module.named_parameters()}
+    if len(devices) > 1 or any(device.type == "meta" for device in devices):
+        where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise GossamerError(f"all parameters must be on one device, and have values; there are {where}")
+    for name, part in module.named_modules():
+        kind = type(part).__name__
+        if kind in ("FullyShardedDataParallel", "FSDPModule"):
+            raise GossamerError(f"module {name or kind!r} is sharded by {kind}: Gossamer averages whole models")
+        if isinstance(part, nn.parallel.DistributedDataParallel):
+            raise GossamerError(f"module {name or kind!r} is a DistributedDataParallel already; give Gossamer the bare module")
+
+
+def refuse_strangers(optimizers: Sequence[torch.optim.Optimizer], module: nn.Module, averaged: Mapping[int, str]) -> None:
+    """What is given to ``gossip()`` must be optimizers that train this module, and only what is averaged of it (``averaged``: the
+    names, by id)."""
+    if not optimizers:
+        raise GossamerError("gossip() needs the optimizer, or the optimizers, that train this model")
+    if len(set(map(id, optimizers))) < len(optimizers):
+        raise GossamerError("gossip() was given the same optimizer twice")
+    mine = {id(p) for p in module.parameters()}
+    for k, optimizer in enumerate(optimizers):
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise GossamerError(f"gossip() takes optimizers; argument {k} is a {type(optimizer).__name__}")
+        trained = [p for group in optimizer.param_groups for p in group["params"] if id(p) in mine]
+        if not trained:
+            raise GossamerError(
+                f"gossip(): {type(optimizer).__name__} (argument {k}) trains no parameter of this model; "
+                "make it from model.parameters()"
+            )
+        if any(id(p) not in averaged for p in trained):
+            raise GossamerError(
+                f"gossip(): {type(optimizer).__name__} (argument {k}) trains a parameter that the module got after it was "
+                "wrapped, and which is not averaged; wrap the module when it is complete"
+            )
+
+
+_DDPS = {  # arguments of torch's DDP, and what to do without them
+    "device_ids": "move the module to its device first",
+    "output_device": "outputs stay on the module's device",
+    "find_unused_parameters": "a parameter without a gradient is averaged like any other",
+    "broadcast_buffers": "each worker keeps its own buffers; consensus() and average_() average them",
+    "process_group": "all workers take part",
+    "bucket_cap_mb": "parameters travel as one row",
+    "gradient_as_bucket_view": "parameters are views of one row anyway",
+    "static_graph": "it makes no difference",
+    "mixed_precision": "use torch.autocast, and gossip(scaler=…)",
+}
+
+
+def refuse_ddps(given: Sequence[str]) -> None:
+    """Arguments that only torch's DDP has, or nobody."""
+    for key in given:
+        if key not in _DDPS:
+            raise TypeError(f"DecentralizedDataParallel() got an unexpected keyword argument {key!r}")
+        raise GossamerError(f"{key} is an argument of torch's DDP which does not exist here; leave it out: {_DDPS[key]}")
+
+
+def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise GossamerError(f"{key}={value!r} is not known; use {' or '.join(map(repr, choices))}")
