@@ -7,8 +7,8 @@
     python -m studies figures                # the figures and tables of the page, from the committed results
 
 An experiment is a spec in ``studies/specs``, some with more parts: ``NAME.more.toml`` and ``NAME.most.toml`` have more seeds of the methods
-which are compared pair by pair, ``NAME.bits.toml`` a control; its raw results go to ``runs/study-NAME`` and a small extract to ``studies/results``.
-CIFAR-10 and WikiText-2 are looked for in ``$GOSSAMER_DATA``.
+which are compared pair by pair, ``NAME.bits.toml`` a control; its raw results go to ``runs/study-NAME`` and a small extract to
+``studies/results``. CIFAR-10 and WikiText-2 are looked for in ``$GOSSAMER_DATA``.
 """
 
 from __future__ import annotations
