@@ -140,10 +140,9 @@ def lines(
     width, height, left, right, size = 860, 460, 64, 24, 12
     names = list(dict.fromkeys(line.name for line in series))
     colours = {name: LINES[k % len(LINES)] for k, name in enumerate(names)}
-    legend, rows = _legend(
-        [(name, colours[name]) for name in names], left, 28 + (26 if title else 0) + (18 if note else 0), size, width
-    )
-    top = 24 + (26 if title else 0) + (18 if note else 0) + 4 + 18 * rows
+    below = 28 + (26 if title else 0) + (18 if note else 0)  # the heading
+    legend, rows = _legend([(name, colours[name]) for name in names], left, below, size, width)
+    top = below + 18 * rows
     bottom = height - 52
     xs = [x for line in series for x in line.x]
     ys = [y for line in series for y in line.y] + ([level[0]] if level else [])

@@ -43,12 +43,10 @@ def selected(spec: Spec, only: str | None) -> Spec | None:
 def run(names: list[str], jobs: int | None, only: str | None = None) -> bool:
     for name in names:
         folders = []
-        specs = {path.stem: selected(load(str(path)), only) for path in parts(name)}
-        if not any(specs.values()):
+        specs = {path.stem: spec for path in parts(name) if (spec := selected(load(str(path)), only)) is not None}
+        if not specs:
             raise GossamerError(f"--only {only}: {name} has no such method")
         for stem, spec in specs.items():
-            if spec is None:
-                continue
             out = f"study-{stem}" + (f"-{re.sub(r'[^a-z0-9]+', '-', only)}" if only else "")
             outcome = bench(spec, Path("runs") / out, jobs=jobs)
             if not outcome.complete:

@@ -84,17 +84,15 @@ def as_table(rows: Sequence[dict[str, Any]], with_failures: bool) -> Table:
     metric = rows[0]["metric"] if rows else "value"
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("method", overflow="fold")
-    for name in ("replicas", "seed", *(["failures"] if with_failures else []), "status"):
+    axes = ("replicas", "seed", *(["failures"] if with_failures else []), "status")
+    for name in axes:
         table.add_column(name, justify="left" if name in ("failures", "status") else "right")
     for name in (metric, "mean", "worst", "MB", "seconds"):
         table.add_column(name, justify="right")
     for row in rows:
         sent = row["bytes_per_replica"]
         table.add_row(
-            *(
-                Text(str(row[key]))
-                for key in ("method", "replicas", "seed", *(["failures"] if with_failures else []), "status")
-            ),
+            *(Text(str(row[key])) for key in ("method", *axes)),
             *("–" if row[key] is None else f"{row[key]:.4g}" for key in ("value", "value_mean", "value_worst")),
             "–" if sent is None else f"{sent / 1e6:.4g}",
             "–" if row["seconds"] is None else f"{row['seconds']:.1f}",
