@@ -14,20 +14,19 @@ import atexit
 import contextlib
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gossamer import waiting
+from gossamer.effects import Fly
 from gossamer.errors import GossamerError
 from gossamer.flights import Flight, Guard, Stage, Traffic, Waiter, Works, first_line
 from gossamer.links import Link, Message, Tag
 
-_BROKEN = 30.0  # seconds for which a collective is tried again though nobody has died
 _BLIND = 8  # marks messages of when nobody knows who takes part; there are no further epochs then
-_AGAIN = 0.02  # seconds between two tries
 
 
 class Between(NamedTuple):
@@ -168,9 +167,9 @@ class Exchange:
             others = [q for q in range(self.size) if q != self.rank]
             return self.edges([(q, row) for q in others], [(q, everyone[q]) for q in others], self.collective_tag(), what)
 
-        return everyone if self.complete(start) else self.reachable(row, what)
+        return everyone if self.complete(start, what) else self.reachable(row, what)
 
-    def complete(self, start: Callable[[], Flight]) -> bool:
+    def complete(self, start: Callable[[], Flight], what: str) -> bool:
         """A collective. With a guard, all who live have it in the end, or none: if somebody is lost, ``start`` is called again with
         fewer ``living``. False if nobody can say any more who lives: then it is for :meth:`reachable`."""
         guard, everyone = self.guard, self.living
@@ -178,31 +177,17 @@ class Exchange:
         if guard is None or self.size == 1:
             start().wait()
             return True
-        deadline = time.monotonic() + min(_BROKEN, self.link.timeout)
+
+        def fly(once: Fly) -> frozenset[int]:
+            self.living = once.places
+            flight = start()
+            flight.wait()
+            return frozenset(flight.lost)
+
         try:
-            while not guard.blind:
-                flight = start()
-                flight.wait()
-                whole = not flight.lost.intersection(self.living)
-                again = guard.commit(flight.link, str(self.collectives), whole, self.living, flight.link.timeout)
-                if again is None:
-                    return True
-                if guard.blind:
-                    break
-                if flight.link.rank not in again:
-                    me = flight.link.names[flight.link.rank]
-                    raise GossamerError(f"rank {me} was away for too long in {flight.what}, and the others went on without it")
-                if again != self.living:
-                    deadline = time.monotonic() + min(_BROKEN, self.link.timeout)
-                elif time.monotonic() > deadline:
-                    lost = ", ".join(str(flight.link.names[q]) for q in sorted(flight.lost))
-                    raise flight.failure(f"nobody has died, and yet there is no connection{f' to rank {lost}' if lost else ''}")
-                else:
-                    time.sleep(_AGAIN)  # until the members who are left have agreed on it
-                self.living = again
+            return guard.complete(self.link, everyone, lambda: self.collectives, what, fly)
         finally:
             self.living = everyone
-        return False
 
     def reachable(self, row: Tensor, what: str) -> Tensor:
         """The rows of those whom I can reach, mine among them, ``[some, …]`` in the order of ranks. For when the members can't agree any
@@ -275,10 +260,9 @@ class Exchange:
             self._on_stream(flight, outgoing, incoming, then)
             return flight
         if self.guard is not None:
-            flight.lost |= self.guard.gone(flight.link)
-            doubtful = self.guard.doubtful(flight.link) & flight.essential if flight.essential else ()
-            if doubtful:  # in vain, and they know it as well
-                flight.lost |= doubtful
+            given_up = waiting.at_start(flight.essential, self.guard.gone(flight.link), self.guard.doubtful(flight.link))
+            flight.lost |= given_up.lost
+            if given_up.in_vain:
                 flight.submitted = True
                 flight.land()
                 return flight

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from gossamer import waiting
+from gossamer.effects import Fly
 from gossamer.errors import GossamerError
 from gossamer.links import Link, Message, Tag
 
@@ -55,8 +57,10 @@ class Guard(Protocol):
     def lose(self, link: Link, rank: int, why: str) -> None:
         """The connection to one of them broke."""
 
-    def commit(self, link: Link, name: str, whole: bool, places: tuple[int, ...], timeout: float) -> tuple[int, ...] | None:
-        """After a collective: None if all have it, otherwise those who have to do it again."""
+    def complete(
+        self, link: Link, everyone: tuple[int, ...], number: Callable[[], int], what: str, fly: Callable[[Fly], frozenset[int]]
+    ) -> bool:
+        """A collective of these places, of which ``fly`` does one try: whether all who live have it. False if nobody can say who lives."""
 
     def close(self, why: str) -> None:
         """We leave."""
@@ -170,8 +174,8 @@ class Flight:
             raise self.failure(first_line(self.error)) from None
         guard = self.exchange.guard
         if guard is not None and guard.expired():
-            # If the others did not go on without us, they have what we throw away: all must begin anew together.
-            for peer in {message.peer for message in self.kept} - self.lost:
+            peers = frozenset(message.peer for message in self.kept)
+            for peer in waiting.at_the_end(peers, frozenset(self.lost), expired=True):
                 self.lost.add(peer)
                 guard.lose(self.link, peer, "we were away")
         if not self.counted:
@@ -221,15 +225,14 @@ class Flight:
         if waiter is None:
             return
         flight = waiter.current or self  # perhaps one before us
-        lost = guard.doubtful(flight.link) & flight.essential
-        in_vain = bool(lost) or flight.in_vain
-        if in_vain:
-            if flight.done.wait(_GRACE):
-                return
-        else:
-            lost = guard.gone(flight.link)
-            if flight.peer not in lost:
-                return
+        given_up = waiting.while_waiting(
+            flight.essential, frozenset(flight.lost), flight.peer, guard.gone(flight.link), guard.doubtful(flight.link)
+        )
+        if given_up is None:
+            return
+        lost, in_vain = given_up
+        if in_vain and flight.done.wait(_GRACE):
+            return
         with waiter.lock:
             stuck = waiter.current is flight
             if flight.done.is_set() or not (in_vain or (stuck and flight.peer in lost)):

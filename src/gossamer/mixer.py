@@ -350,7 +350,7 @@ class Mixer:
                 what=what,
             )
 
-        return out if exchange.complete(start) else exchange.reachable(row, what).mean(dim=0)
+        return out if exchange.complete(start, what) else exchange.reachable(row, what).mean(dim=0)
 
     def gather(self, rows: Tensor, what: str = "profile") -> Tensor:
         """My rows ``[r, …]`` and everyone else's, ``[n, …]``. For small ones."""

@@ -1,0 +1,237 @@
+"""One worker's part in a job whose members may change: the rules, without threads, sockets or sleep (see ``effects.py``).
+
+What the worker knows: the log that it has read (``part``), when it heard each member's heart beat, which connections broke. What it does
+about it, in a :meth:`Member.tick` every now and then: it beats, reads the log, says who is gone, and does what the roster asks for.
+Each :class:`Member` is resumed by one caller at a time; ``membership.py`` holds a lock for that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from gossamer.effects import Add, Build, Claim, Look, Put, Rules
+from gossamer.roster import Event, Part, Roster, decode, encode
+from gossamer.seats import ENDS, ended_key
+
+BEAT = 1.0  # seconds between two heartbeats
+DOUBT = 2.5  # seconds after which a lost peer that still beats is taken to live
+
+_NONE: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
+
+
+class Member:
+    """``tickets``: of the members at the start, in the order of ranks. ``joins``: it is not one of them, and wants to become one."""
+
+    def __init__(
+        self,
+        name: str,
+        ticket: int,
+        rank: int,
+        tickets: tuple[int, ...],
+        joins: bool,
+        evict_after: float,
+        clock: Callable[[], float],
+        roster: Roster | None = None,
+    ) -> None:
+        self.name, self.ticket, self.rank, self.evict_after, self.clock = name, ticket, rank, evict_after, clock
+        self.step = 0  # the last that the loop began, or is held from
+        roster = roster or Roster({q: q for q in tickets}, tickets)
+        self.take(Part(ticket, roster, epoch=-1 if joins else 0))
+        self.members: dict[int, tuple[int, ...]] = {0: tickets}  # of each epoch, in the order of its link
+        self.donors: dict[int, dict[int, int]] = {}  # of each proposal: newcomer -> who gives it its state
+        self.asks = False
+        self.blind = False  # the store is gone
+        self.built = -1  # the proposal whose group stands here
+        self.building = -1
+        self.failed = -1
+        self.read = 0  # entries of the log
+        self.log_was_read = False
+        self.again = False  # somebody else wrote into the log first: tick at once
+        self.lost: dict[tuple[int, int], tuple[float, str]] = {}  # (epoch, ticket) -> when the connection broke, and why
+        self._told: set[tuple[int, int]] = set()
+        self._gone: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
+        self._seen: dict[int, tuple[str, float]] = {}  # of each member its last heartbeat, and when it came
+        self._beats, self._beaten = 0, float("-inf")
+        now = clock()
+        self._looked = self._ticked = now
+        self._ends = 0
+        self.lease = now + evict_after
+
+    def take(self, part: Part) -> None:
+        self.part = part
+        self.quiet = part.quiet
+
+    @property
+    def evicted(self) -> bool:
+        return self.part.evicted
+
+    def renamed(self, ticket: int) -> None:
+        """It was evicted, and lives: with a new ticket it is new."""
+        self.ticket = ticket
+        self.built = self.building = -1
+        self.lost, self._beaten, self._seen = {}, float("-inf"), {}
+        self.step = -1
+        self.take(Part(ticket, self.part.roster, epoch=-1, step=-1))
+
+    # --- For flights: who is lost ------------------------------------------------------------------------------------------
+
+    def place(self, epoch: int) -> int:
+        return self.members[epoch].index(self.ticket)
+
+    def names(self, epoch: int) -> tuple[int, ...]:
+        return tuple(self.part.roster.ranks[q] for q in self.members[epoch])
+
+    def gone(self, epoch: int) -> frozenset[int]:
+        return self._gone.get(epoch, _NONE)[0]
+
+    def doubtful(self, epoch: int) -> frozenset[int]:
+        return self._gone.get(epoch, _NONE)[1]
+
+    def lose(self, epoch: int, place: int, why: str) -> None:
+        members = self.members.get(epoch)
+        if members is not None:
+            self.lost.setdefault((epoch, members[place]), (self.clock(), why))
+            self.count_gone()
+
+    def expired(self) -> bool:
+        return self.clock() > self.lease and not self.blind
+
+    def count_gone(self) -> None:
+        """Of each epoch, whose places are lost, and which are in doubt."""
+        roster = self.part.roster
+        for epoch, members in self.members.items():
+            lost = {q for q in members if q in roster.dead or (epoch, q) in self.lost}
+            doubt = lost | roster.doubtful(epoch)
+            gone, doubtful = (frozenset(k for k, q in enumerate(members) if q in some) for some in (lost, doubt))
+            self._gone[epoch] = (gone, doubtful)
+
+    def forget(self, keep: set[int]) -> None:
+        """Epochs that are long over."""
+        for number in [number for number in self.members if number not in keep and number < self.part.epoch - 2]:
+            del self.members[number]
+            self._gone.pop(number, None)
+
+    # --- Every now and then ------------------------------------------------------------------------------------------------
+
+    def tick(self) -> Rules[None]:
+        now = self.clock()
+        self.again = False
+        away, self._ticked = now - self._ticked, now
+        if away > max(2.0, self.evict_after / 4):
+            self._seen = {}  # it was me who was away, so nobody can be blamed for having been silent
+        yield from self.read_log()
+        if self.asks and self.ticket not in self.part.roster.ranks:
+            yield from self._append(Event("join", self.ticket, rank=self.rank))
+        if now - self._beaten >= BEAT:
+            self._beats, self._beaten = self._beats + 1, now
+            yield Put(self.beat_key(self.ticket), f"{self._beats} {self.step}")
+            yield from self.read_log()
+            if not self.evicted:
+                self.lease = now + self.evict_after
+        if self.evicted:
+            return
+        yield from self._look_for_ends()
+        if now - self._looked >= BEAT:
+            self._looked = now
+            yield from self._look_at_beats(now)
+        yield from self._tell_losses(now)
+        yield from self._do_my_part()
+
+    def read_log(self) -> Rules[None]:
+        events = []
+        while (entry := (yield Look(self._log_key))) is not None:
+            events.append(decode(json.loads(entry)))
+            self.read += 1
+        self.log_was_read = True
+        if not events:
+            return
+        for event in events:
+            self.take(self.part.heard(event))
+            proposal, roster = self.part.roster.proposal, self.part.roster
+            if proposal is not None and proposal.number not in self.donors:
+                self.donors[proposal.number] = {q: roster.donor(q) for q in roster.newcomers()}
+        self.count_gone()
+
+    def _append(self, event: Event) -> Rules[bool]:
+        """If somebody else was first, it is tried again after a look at what they had to say."""
+        text = json.dumps(encode(event))
+        written = (yield Claim(self._log_key, text)) == text
+        self.again = self.again or not written
+        yield from self.read_log()
+        return written
+
+    def leave(self, why: str) -> Rules[None]:
+        """Say that I am gone."""
+        event = Event("dead", self.ticket, why=why)
+        while not (yield from self._append(event)) and not self.evicted:
+            pass
+
+    def _look_for_ends(self) -> Rules[None]:
+        ends = yield Add(ENDS, 0)
+        if ends == self._ends:
+            return
+        roster = self.part.roster
+        known = {*roster.members, *roster.asking}
+        ended = {}
+        for q in known:
+            if (why := (yield Look(ended_key(q)))) is not None:
+                ended[q] = why
+                if q not in self.part.roster.dead:
+                    yield from self._append(Event("dead", q, why=why))
+        if all(q in self.part.roster.dead for q in ended):
+            self._ends = ends
+
+    def _look_at_beats(self, now: float) -> Rules[None]:
+        roster = self.part.roster
+        for q in {*roster.members, *roster.asking} - roster.dead - {self.ticket}:
+            beat = (yield Look(self.beat_key(q))) or ""
+            if q not in self._seen or self._seen[q][0] != beat:
+                self._seen[q] = (beat, now)
+            elif now - self._seen[q][1] > self.evict_after:
+                yield from self._append(Event("dead", q, why=f"no heartbeat for {self.evict_after:g} s"))
+
+    def _tell_losses(self, now: float) -> Rules[None]:
+        roster = self.part.roster
+        for (epoch, q), (since, why) in list(self.lost.items()):
+            if epoch not in (roster.epoch, self.part.epoch) or q in roster.dead:
+                continue
+            if (epoch, q) not in self._told and not (yield from self._dead_by_now(q)):
+                if (yield from self._append(Event("lost", self.ticket, epoch, peer=q, why=why))):
+                    self._told.add((epoch, q))
+            elif now - since > DOUBT and roster.proposal is None and self.part.epoch == epoch:
+                beat, when = self._seen.get(q, ("", 0.0))
+                if beat and when > since:  # it lives
+                    yield from self._append(Event("renew", self.ticket, epoch))
+                elif now - since > 2 * DOUBT:
+                    yield from self._append(Event("dead", q, why=f"{why}, and no heartbeat since"))
+
+    def _dead_by_now(self, q: int) -> Rules[bool]:
+        yield from self._look_for_ends()
+        return q in self.part.roster.dead
+
+    def _do_my_part(self) -> Rules[None]:
+        proposal = self.part.roster.proposal
+        if proposal is not None and self.ticket in proposal.members and self.building < proposal.number:
+            self.building = proposal.number
+            yield Build(self.part.roster)
+        if proposal is not None and self.failed == proposal.number:
+            yield from self._append(Event("failed", self.ticket, proposal.number))
+        duty = self.part.duty(self.built)
+        if duty is not None and duty.what == "at":
+            duty = duty._replace(step=self.step)  # the loop may have begun another step since
+            self.take(self.part.promise(duty))
+        if duty is not None:
+            yield from self._append(duty)
+
+    def void(self, number: int) -> bool:
+        """Whether the proposal has come to nothing."""
+        proposal = self.part.roster.proposal
+        return self.part.roster.epoch != number and (proposal is None or proposal.number != number)
+
+    def beat_key(self, ticket: int) -> str:
+        return f"{self.name}/beat/{ticket}"
+
+    @property
+    def _log_key(self) -> str:
+        return f"{self.name}/log/{self.read}"
