@@ -1,0 +1,728 @@
+"""Jobs that are killed, paused and cut apart, in simulated time: the rules of survival over a store, links and a clock made here.
+
+One seed is one schedule: how many workers, which graph, which faults at which moments, and the order of everything that could happen in
+another order. The rules are those that the real threads run (``member.py``, ``collectives.py``, ``waiting.py``, ``roster.py``); what is made up
+is the world around them. A :class:`Violation` says what a worker saw that must not be:
+
+- a collective's result is the mean of exactly its voters, the same for all of them, or an error;
+- an evicted worker returns no value;
+- two members that live, and have lost each other, do not train on apart;
+- every wait ends; and of the workers that finish, exactly one leads.
+
+python -m tests.simulator [SCHEDULES] [FIRST SEED]
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import sys
+import time
+from collections.abc import Generator
+from typing import Any
+
+from gossamer import waiting
+from gossamer.collectives import Ballots
+from gossamer.effects import Add, Build, Claim, Drop, Fly, Look, Pause, Put
+from gossamer.errors import GossamerError
+from gossamer.member import Member
+from gossamer.roster import Event, Roster
+from gossamer.seats import ENDS, TICKETS, ended_key
+
+EVICT_AFTER = 3.0
+TIMEOUT = 60.0  # seconds that a wait may take; no fault here lasts as long
+APART = 25.0  # seconds for which two members that live may have lost each other
+LEAD = 2
+GRACE = 0.2
+
+
+class Violation(Exception):
+    pass
+
+
+_apply = Roster.apply
+_folded: dict[tuple[int, Event], tuple[Roster, Roster]] = {}
+
+
+def _remembered(self: Roster, event: Event) -> Roster:
+    """The same fold happens in all workers, and in many schedules."""
+    key = (id(self), event)
+    found = _folded.get(key)
+    if found is None:
+        if len(_folded) > 300_000:
+            _folded.clear()
+        found = _folded[key] = (self, _apply(self, event))
+    return found[1]
+
+
+_firsts = {n: Roster({q: q for q in range(n)}, tuple(range(n)), lead=LEAD) for n in range(1, 9)}
+
+
+class Flight:
+    """Rows of one worker on their way: what it needs, stage by stage."""
+
+    def __init__(self, worker: Worker, epoch: int, tag: tuple, sends: list[int], needs: list[int], slices: bool) -> None:
+        self.worker, self.epoch, self.tag, self.slices = worker, epoch, tag, slices
+        self.essential = frozenset(needs) | {worker.member.place(epoch)} if slices else frozenset()
+        self.sends, self.needs = sends, needs
+        self.stage = 0
+        self.lost: set[int] = set()
+        self.done = self.graced = False
+        member = worker.member
+        given_up = waiting.at_start(self.essential, member.gone(epoch), member.doubtful(epoch))
+        self.lost |= given_up.lost
+        if given_up.in_vain:
+            self.done = True
+        else:
+            self._post()
+            self.advance()
+
+    def _post(self) -> None:
+        world, me = self.worker.world, self.worker.ticket
+        members = self.worker.member.members[self.epoch]
+        for k in self.sends:
+            if k not in self.lost:
+                world.send(self.epoch, me, members[k], (self.epoch, self.tag, self.stage, me))
+
+    def advance(self) -> None:
+        """Something has come, broken, or been heard of."""
+        worker = self.worker
+        while not self.done:
+            members, inbox = worker.member.members[self.epoch], worker.inbox
+            waits = [
+                k for k in self.needs if k not in self.lost and (self.epoch, self.tag, self.stage, members[k]) not in inbox
+            ]
+            if self.in_vain and not waits:
+                self.done = True
+            elif not waits and self.slices and self.stage == 0:
+                self.stage = 1
+                self._post()
+                continue
+            elif not waits:
+                self.done = True
+            break
+
+    @property
+    def in_vain(self) -> bool:
+        return not self.lost.isdisjoint(self.essential)
+
+    def look(self) -> None:
+        """As a waiting process does every now and then: give up what is lost."""
+        self.advance()
+        if self.done:
+            return
+        member = self.worker.member
+        members, inbox = member.members[self.epoch], self.worker.inbox
+        gone, doubtful = member.gone(self.epoch), member.doubtful(self.epoch)
+        for peer in self.needs:
+            if peer in self.lost or (self.epoch, self.tag, self.stage, members[peer]) in inbox:
+                continue
+            given_up = waiting.while_waiting(self.essential, frozenset(self.lost), peer, gone, doubtful)
+            if given_up is None:
+                continue
+            if given_up.in_vain and not self.graced:
+                self.graced = True
+                self.worker.world.after(GRACE, self.worker, self.worker.poke)
+                return
+            self.lost |= given_up.lost
+            if given_up.in_vain:
+                self.done = True
+                return
+        self.advance()
+
+    def broke(self, peer: int) -> None:
+        if not self.done and peer in (*self.needs, *self.sends) and peer not in self.lost:
+            self.lost.add(peer)
+            self.worker.member.lose(self.epoch, peer, "broke")
+
+
+class Worker:
+    """One process: its training loop and its membership thread, each a generator."""
+
+    def __init__(self, world: World, rank: int, ticket: int, joins: bool) -> None:
+        self.world, self.rank = world, rank
+        n = world.n
+        self.member = Member("job", ticket, rank, tuple(range(n)), joins, EVICT_AFTER, world.clock, _firsts[n])
+        self.joins = joins
+        self.ballots = Ballots(self.member, "job/ballots")
+        self.links = set() if joins else {0}
+        self.inbox: set[tuple] = set()
+        self.wanted: list[tuple[int, int]] = []  # (newcomer's ticket, number): copies of my state
+        self.alive, self.stopped, self.was_stopped = True, False, False
+        self.deferred: list[Any] = []
+        self.flight: Flight | None = None
+        self.parked: Any = None  # a condition that the loop waits for
+        self.parked_since = 0.0
+        self.ticking = False
+        self.next_tick = 0.0
+        self.collectives = 0
+        self.step = 0
+        self.apart_since: float | None = None
+        self.error: str | None = None
+        self.finished = False
+        self.leads = False
+        self.main = self.script()
+        world.after(world.rng.random() * 0.02, self, lambda: self.run(None))
+        self.tick_at(world.rng.random() * 0.1)
+
+    @property
+    def ticket(self) -> int:
+        return self.member.ticket
+
+    # --- The membership thread -------------------------------------------------------------------------------------------
+
+    def tick_at(self, delay: float) -> None:
+        at = self.world.now + delay
+        if not self.ticking and (self.next_tick <= self.world.now or at < self.next_tick):
+            self.next_tick = at
+            self.world.after(delay, self, lambda: self.tick(at))
+
+    def tick(self, due: float) -> None:
+        if self.alive and not self.ticking and due == self.next_tick and not self.finished:
+            self.ticking = True
+            self.drive(self.member.tick(), None, self._ticked)
+
+    def _ticked(self, _: Any) -> None:
+        self.ticking = False
+        self.tick_at(0.005 if self.member.again else 1.0)
+
+    def drive(self, rules: Generator, result: Any, then: Any) -> None:
+        """Rules of the membership thread, until they must wait."""
+        world, member = self.world, self.member
+        while True:
+            part, gone = member.part, member._gone.get(member.part.epoch)
+            try:
+                effect = rules.send(result)
+            except StopIteration as end:
+                then(end.value)
+                self.poke()
+                return
+            if member.part is not part or member._gone.get(member.part.epoch) is not gone:
+                self.poke()
+            if type(effect) is Build:
+                world.build(self, effect.roster)
+                result = None
+                continue
+            if world.store_up and world.rng.random() < 0.7:
+                result = world.store_does(effect)
+                continue
+            world.at_store(self, effect, lambda value: self.drive(rules, value, then))
+            return
+
+    # --- The training loop -----------------------------------------------------------------------------------------------
+
+    def run(self, result: Any) -> None:
+        if not self.alive or self.finished:
+            return
+        world = self.world
+        try:
+            while True:
+                effect = self.main.send(result)
+                result = None
+                if callable(effect):
+                    if effect():
+                        continue
+                    self.parked, self.parked_since = effect, world.now
+                    world.after(TIMEOUT, self, lambda: self.timed_out(effect))
+                    return
+                if type(effect) is float:
+                    world.after(effect, self, lambda: self.run(None))
+                    return
+                if type(effect) is Pause:
+                    world.after(max(0.01, effect.seconds), self, lambda: self.run(None))
+                    return
+                if world.store_up and world.rng.random() < 0.6:
+                    result = world.store_does(effect)
+                    continue
+                world.at_store(self, effect, self.run)
+                return
+        except StopIteration:
+            self.finished = True
+            world.ended(self)
+        except GossamerError as error:
+            self.error = str(error)
+            self.finished = True
+            world.failed(self)
+
+    def poke(self) -> None:
+        """The loop looks again whether what it waits for has come."""
+        if self.parked is not None and self.alive and not self.stopped and self.parked():
+            self.parked = None
+            self.run(None)
+
+    def timed_out(self, condition: Any) -> None:
+        if self.parked is condition and self.world.now - self.parked_since >= TIMEOUT:
+            raise Violation(f"a wait does not end: rank {self.rank} (ticket {self.ticket}) at step {self.step}")
+
+    def script(self) -> Generator:
+        world, member = self.world, self.member
+        if self.joins:
+            yield from self.join()
+        while self.step < world.last:
+            if self.was_stopped and world.impatient and self.ticket in world.dead_in_log():
+                break  # its time is up, as on Slurm: it goes to the last collective at once
+            yield from self.before()
+            world.began(self)
+            epoch, members = member.part.epoch, member.members[member.part.epoch]
+            if len(members) > 1:
+                m, me = len(members), members.index(self.ticket)
+                tag = ("step", self.step)
+                if world.slices:
+                    others = [k for k in range(m) if k != me]
+                    flight = Flight(self, epoch, tag, others, others, True)
+                else:
+                    shift = 1 if world.ring else 2 ** (self.step % max(1, (m - 1).bit_length()))
+                    flight = Flight(self, epoch, tag, [(me + shift) % m], [(me - shift) % m], False)
+                yield world.rng.random() * world.compute
+                yield from self.wait(flight)
+                self.check_apart(flight)
+            else:
+                yield world.rng.random() * world.compute
+            self.step += 1
+            if self.step % world.every == 0 and self.step < world.last:
+                yield from self.collective("mean()")
+        yield from self.collective("average_()")
+        self.leads = self.rank == member.part.roster.ranks[member.members[member.part.epoch][0]]
+
+    def before(self) -> Generator:
+        member = self.member
+        self.hand_out()
+        member.step = self.step
+        if member.quiet:
+            return
+        while member.part.held(self.step) and not member.evicted:
+            yield lambda: not member.part.held(self.step) or member.evicted
+        if member.evicted:
+            ticket = (yield Add(TICKETS, 1)) - 1
+            self.world.renamed(self, ticket)
+            member.renamed(ticket)
+            self.links = set()
+            yield from self.join()
+            return
+        if member.part.due(self.step):
+            self.collectives = 0
+        member.take(member.part.begun(self.step))
+
+    def join(self) -> Generator:
+        member = self.member
+        member.asks = True
+        self.tick_at(0.01)
+
+        def is_in() -> bool:
+            roster = member.part.roster
+            return (roster.epoch in self.links and member.ticket in roster.members) or self.shut_out
+
+        yield is_in
+        if self.shut_out:
+            raise GossamerError("can't join: the job has ended without it")
+        self.step = member.step = member.part.roster.start
+        member.take(member.part.begun(self.step))
+        self.collectives = 0
+
+    @property
+    def shut_out(self) -> bool:
+        member = self.member
+        return member.evicted or (member.log_was_read and not member.part.roster.living)
+
+    def hand_out(self) -> None:
+        for newcomer, number in self.wanted:
+            self.world.hand_over(newcomer, number)
+        self.wanted = []
+
+    def wait(self, flight: Flight) -> Generator:
+        self.flight = flight
+
+        def landed() -> bool:
+            flight.look()
+            return flight.done
+
+        yield landed
+        self.flight = None
+        members = self.member.members[flight.epoch]
+        peers = frozenset(flight.needs) | frozenset(flight.sends)
+        for peer in waiting.at_the_end(peers, frozenset(flight.lost), self.member.expired()):
+            flight.lost.add(peer)
+            self.member.lose(flight.epoch, peer, "we were away")
+            self.tick_at(0.01)
+        assert members
+
+    def check_apart(self, flight: Flight) -> None:
+        world = self.world
+        members = self.member.members[flight.epoch]
+        dead = world.dead_in_log()
+        apart = any(members[k] not in dead and world.alive(members[k]) for k in flight.lost) and self.ticket not in dead
+        if not apart:
+            self.apart_since = None
+        elif self.apart_since is None:
+            self.apart_since = world.now
+        elif world.now - self.apart_since > APART and world.now - world.last_fault > APART:
+            raise Violation(f"rank {self.rank} trains on alone at step {self.step}, {world.now - self.apart_since:.0f} s now")
+
+    def collective(self, what: str) -> Generator:
+        member, world = self.member, self.world
+        epoch = member.part.epoch
+        members = member.members[epoch]
+        if len(members) == 1:
+            world.returned(self, (epoch, self.collectives), frozenset(members))
+            return
+        rules = self.ballots.complete(epoch, tuple(range(len(members))), lambda: self.collectives, what, TIMEOUT)
+        value: frozenset[int] | None = None
+        result: Any = None
+        while True:
+            try:
+                effect = rules.send(result)
+            except StopIteration:
+                break
+            if type(effect) is Fly:
+                self.collectives += 1
+                me = member.place(effect.epoch)
+                others = [k for k in effect.places if k != me]
+                flight = Flight(self, effect.epoch, ("collective", self.collectives), others, others, True)
+                yield from self.wait(flight)
+                tickets = frozenset(member.members[effect.epoch][k] for k in effect.places)
+                value = tickets if not flight.lost.intersection(effect.places) else None
+                result = frozenset(flight.lost)
+            else:
+                result = yield effect
+        world.returned(self, (epoch, self.collectives), value)
+
+
+class World:
+    """The store, the connections, the clock, the launcher, and the faults of one seed."""
+
+    def __init__(self, seed: int) -> None:
+        rng = self.rng = random.Random(seed)
+        self.now, self._queue, self._count = 0.0, [], 0
+        self.n = rng.choice((2, 3, 3, 4))
+        self.slices, self.ring = rng.random() < 0.5, rng.random() < 0.3
+        self.last = rng.randrange(3, 10)
+        self.every = rng.choice((1, 1, 2, 3, 100))
+        self.compute = rng.choice((0.02, 0.3, 1.0))
+        self.restarts = rng.choice((0, 0, 2))
+        self.impatient = rng.random() < 0.3
+        self.store: dict[str, Any] = {TICKETS: self.n}
+        self.store_up = True
+        self._waiting: list[Any] = []
+        self._log: list[Event] = []
+        self.broken: set[tuple[int, int, int]] = set()  # (epoch, ticket, ticket)
+        self.builds: dict[int, dict[int, Worker]] = {}
+        self.results: dict[Any, frozenset[int] | None] = {}
+        self.last_fault = 0.0
+        self.history: list[str] = []
+        self.workers = [Worker(self, rank, rank, False) for rank in range(self.n)]
+        self._faults()
+
+    def clock(self) -> float:
+        return self.now
+
+    # --- Time -------------------------------------------------------------------------------------------------------------
+
+    def after(self, delay: float, worker: Worker | None, act: Any) -> None:
+        self._count += 1
+        heapq.heappush(self._queue, (self.now + delay, self._count, worker, act))
+
+    def run(self) -> None:
+        queue = self._queue
+        while queue:
+            self.now, _, worker, act = heapq.heappop(queue)
+            if worker is not None:
+                if not worker.alive:
+                    continue
+                if worker.stopped:
+                    worker.deferred.append(act)
+                    continue
+            act()
+            if self.now > 400:
+                raise Violation("the job does not end")
+        if any(w.alive and not w.finished for w in self.workers):
+            raise Violation("a worker waits for ever")
+        self._check_end()
+
+    # --- The store --------------------------------------------------------------------------------------------------------
+
+    def at_store(self, worker: Worker, effect: Any, then: Any) -> None:
+        def arrive() -> None:
+            if not self.store_up:
+                self._waiting.append((worker, arrive))
+                return
+            then(self.store_does(effect))
+
+        self.after(self.rng.random() * 0.02, worker, arrive)
+
+    def store_does(self, effect: Any) -> Any:
+        store, kind = self.store, type(effect)
+        if kind is Look:
+            return store.get(effect.key)
+        if kind is Claim:
+            key, value = effect
+            if key not in store:
+                store[key] = value
+                if key.startswith("job/log/"):
+                    self._logged(value)
+            return store[key]
+        if kind is Put:
+            store[effect.key] = effect.value
+        elif kind is Add:
+            store[effect.key] = store.get(effect.key, 0) + effect.amount
+            return store[effect.key]
+        elif kind is Drop:
+            store.pop(effect.key, None)
+        return None
+
+    def _logged(self, text: str) -> None:
+        self._log.append(text)
+        self.wake_all()
+
+    def wake_all(self) -> None:
+        for worker in self.workers:
+            if worker.alive and not worker.finished:
+                worker.tick_at(self.rng.random() * 0.1)
+
+    def dead_in_log(self) -> set[int]:
+        return {int(text.split('"who": ')[1].split(",")[0].rstrip("}")) for text in self._log if '"what": "dead"' in text}
+
+    # --- Connections ------------------------------------------------------------------------------------------------------
+
+    def by_ticket(self, ticket: int) -> Worker | None:
+        return next((w for w in reversed(self.workers) if w.ticket == ticket), None)
+
+    def alive(self, ticket: int) -> bool:
+        worker = self.by_ticket(ticket)
+        return worker is not None and worker.alive and not worker.finished
+
+    def send(self, epoch: int, sender: int, receiver: int, message: tuple) -> None:
+        other = self.by_ticket(receiver)
+        pair = (epoch, min(sender, receiver), max(sender, receiver))
+        if other is None or not other.alive or other.finished or pair in self.broken:
+            worker = self.by_ticket(sender)
+            if worker is not None:
+                self.after(self.rng.random() * 0.1, worker, lambda: self._errors(worker, epoch, receiver))
+            return
+
+        def arrive() -> None:
+            if pair not in self.broken:
+                other.inbox.add(message)
+                other.poke()
+
+        self.after(self.rng.random() * 0.05, other, arrive)
+
+    def _errors(self, worker: Worker, epoch: int, ticket: int) -> None:
+        """The worker's operations with that peer raise an error."""
+        flight = worker.flight
+        if flight is not None and flight.epoch == epoch and not flight.done:
+            members = worker.member.members[epoch]
+            if ticket in members:
+                flight.broke(members.index(ticket))
+                worker.tick_at(0.01)
+                worker.poke()
+
+    def cut(self, worker: Worker) -> None:
+        """Its process has ended: the others' operations with it raise, and what comes later too."""
+        ticket = worker.ticket
+        for other in self.workers:
+            if other is not worker and other.alive:
+                for epoch in other.links:
+                    self.after(self.rng.random() * 0.1, other, lambda o=other, e=epoch: self._errors(o, e, ticket))
+
+    # --- Groups -----------------------------------------------------------------------------------------------------------
+
+    def build(self, worker: Worker, roster: Roster) -> None:
+        proposal = roster.proposal
+        assert proposal is not None
+        here = self.builds.setdefault(proposal.number, {})
+        here[worker.ticket] = worker
+        if set(here) == set(proposal.members):
+            for w in here.values():
+                self.after(self.rng.random() * 0.1, w, lambda w=w: self._stands(w, roster))
+
+    def _stands(self, worker: Worker, roster: Roster) -> None:
+        member, proposal = worker.member, roster.proposal
+        assert proposal is not None
+        number = proposal.number
+        if worker.ticket not in proposal.members or member.building != number:
+            return
+        worker.links.add(number)
+        member.members[number] = proposal.members
+        member.count_gone()
+        donors = member.donors[number]
+        if worker.ticket not in donors:
+            worker.wanted += [(q, number) for q, donor in donors.items() if donor == worker.ticket]
+            member.built = number
+            worker.tick_at(0.01)
+        worker.poke()
+
+    def hand_over(self, newcomer: int, number: int) -> None:
+        worker = self.by_ticket(newcomer)
+        if worker is not None and worker.alive:
+
+            def arrive() -> None:
+                if number in worker.links and worker.ticket == newcomer:
+                    worker.member.built = number
+                    worker.tick_at(0.01)
+
+            self.after(self.rng.random() * 0.2, worker, arrive)
+
+    # --- What the workers saw ---------------------------------------------------------------------------------------------
+
+    def began(self, worker: Worker) -> None:
+        pass
+
+    def renamed(self, worker: Worker, ticket: int) -> None:
+        pass
+
+    def returned(self, worker: Worker, call: Any, value: frozenset[int] | None) -> None:
+        if value is None:
+            raise Violation(f"rank {worker.rank} returns memory that was never filled, in collective {call}")
+        if worker.member.evicted:
+            raise Violation(f"rank {worker.rank} was evicted, and returns a value in collective {call}")
+        before = self.results.setdefault(call, value)
+        if before != value:
+            raise Violation(
+                f"collective {call} is the mean of {sorted(value)} on rank {worker.rank}, of {sorted(before)} on another"
+            )
+
+    def ended(self, worker: Worker) -> None:
+        """It has finished, or ended with an error."""
+        self.cut(worker)
+        self.after(self.rng.random() * 0.1, None, lambda: self._tell(worker.ticket, "has finished"))
+
+    def failed(self, worker: Worker) -> None:
+        if (
+            "ended without it" not in (worker.error or "")
+            and "was away" not in (worker.error or "")
+            and "evicted" not in (worker.error or "")
+        ):
+            raise Violation(f"rank {worker.rank} is lost: {worker.error}")
+        self.ended(worker)
+
+    def _check_end(self) -> None:
+        done = [w for w in self.workers if w.alive and w.finished and w.error is None]
+        if not done:
+            raise Violation("no worker has finished")
+        leaders = [w.rank for w in done if w.leads]
+        if len(leaders) != 1:
+            raise Violation(f"ranks {leaders} lead, of {[w.rank for w in done]} that have finished")
+
+    # --- Faults -----------------------------------------------------------------------------------------------------------
+
+    def _faults(self) -> None:
+        rng = self.rng
+        horizon = 0.2 + self.last * self.compute * 0.6
+        for _ in range(rng.choice((1, 1, 2))):
+            at = rng.random() * horizon
+            fault = rng.choice((self.kill, self.kill, self.stop, self.stop_store, self.stop_all, self.glitch))
+            self.after(at, None, fault)
+
+    def _victim(self) -> Worker | None:
+        living = [w for w in self.workers if w.alive and not w.finished]
+        return self.rng.choice(living) if len(living) > 1 and len(living) > self.n - 2 else None
+
+    def kill(self) -> None:
+        worker = self._victim()
+        if worker is None or any(w.stopped for w in self.workers):
+            return
+        self.last_fault = self.now
+        worker.alive = False
+        self.cut(worker)
+        self.after(self.rng.random() * 0.3, None, lambda: self._tell(worker.ticket, "was killed"))
+        if self.restarts:
+            self.restarts -= 1
+            self.after(0.1 + self.rng.random(), None, lambda: self._restart(worker.rank))
+
+    def _tell(self, ticket: int, why: str) -> None:
+        """The launcher's word."""
+        if not self.store_up:
+            self._waiting.append((None, lambda: self._tell(ticket, why)))
+            return
+        self.store[ended_key(ticket)] = why
+        self.store[ENDS] = self.store.get(ENDS, 0) + 1
+        self.wake_all()
+
+    def _restart(self, rank: int) -> None:
+        if not any(w.alive and not w.finished for w in self.workers):
+            return
+        self.store[TICKETS] += 1
+        self.workers.append(Worker(self, rank, self.store[TICKETS] - 1, True))
+
+    def stop(self) -> None:
+        worker = self._victim()
+        if worker is not None:
+            self._stop([worker], self.rng.choice((1.0, 2.9, 3.1, 4.0, 8.0)) + self.rng.random())
+
+    def stop_all(self) -> None:
+        self._stop(
+            [w for w in self.workers if w.alive and not w.finished], self.rng.choice((2.0, 3.2, 5.0)) + self.rng.random()
+        )
+        if self.rng.random() < 0.5:
+            self._stop_store(5.0)
+
+    def _stop(self, workers: list[Worker], seconds: float) -> None:
+        self.last_fault = max(self.last_fault, self.now + seconds)
+        for worker in workers:
+            worker.stopped = worker.was_stopped = True
+            self.after(seconds + self.rng.random() * 0.01, None, lambda w=worker: self._go_on(w))
+
+    def _go_on(self, worker: Worker) -> None:
+        worker.stopped = False
+        self.last_fault = max(self.last_fault, self.now)
+        acts, worker.deferred = worker.deferred, []
+        self.rng.shuffle(acts)
+        for act in acts:
+            self.after(self.rng.random() * 0.01, worker, act)
+        self.after(0.005, worker, worker.poke)
+
+    def stop_store(self) -> None:
+        self._stop_store(self.rng.choice((1.0, 3.1, 5.0, 8.0)) + self.rng.random())
+
+    def _stop_store(self, seconds: float) -> None:
+        self.last_fault = max(self.last_fault, self.now + seconds)
+        self.store_up = False
+
+        def up() -> None:
+            self.store_up = True
+            waiting_, self._waiting = self._waiting, []
+            for worker, act in waiting_:
+                self.after(self.rng.random() * 0.01, worker, act)
+
+        self.after(seconds, None, up)
+
+    def glitch(self) -> None:
+        """A connection between two that live breaks."""
+        living = [w for w in self.workers if w.alive and not w.finished and w.member.part.epoch >= 0]
+        if len(living) < 2:
+            return
+        self.last_fault = max(self.last_fault, self.now)
+        a, b = self.rng.sample(living, 2)
+        epoch = a.member.part.epoch
+        if b.member.part.epoch == epoch and b.ticket in a.member.members[epoch] and a.ticket in b.member.members[epoch]:
+            self.broken.add((epoch, min(a.ticket, b.ticket), max(a.ticket, b.ticket)))
+            self.after(self.rng.random() * 0.1, a, lambda: self._errors(a, epoch, b.ticket))
+            self.after(self.rng.random() * 0.1, b, lambda: self._errors(b, epoch, a.ticket))
+
+
+def search(seeds: range, most: int = 10) -> dict[int, str]:
+    """The seeds that violate something, and what; stops after ``most`` of them."""
+    found: dict[int, str] = {}
+    Roster.apply = _remembered  # type: ignore[method-assign]
+    try:
+        for seed in seeds:
+            try:
+                World(seed).run()
+            except Violation as violation:
+                found[seed] = str(violation)
+                if len(found) >= most:
+                    break
+    finally:
+        Roster.apply = _apply  # type: ignore[method-assign]
+    return found
+
+
+if __name__ == "__main__":
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
+    first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    began = time.perf_counter()
+    found = search(range(first, first + count), most=count)
+    took = time.perf_counter() - began
+    for seed, what in list(found.items())[:40]:
+        print(seed, what)
+    print(f"{count} schedules in {took:.1f} s ({count / took:.0f} per second), {len(found)} violations")
