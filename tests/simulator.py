@@ -223,7 +223,7 @@ class Worker:
                     if effect():
                         continue
                     self.parked, self.parked_since = effect, world.now
-                    world.after(TIMEOUT, self, lambda: self.timed_out(effect))
+                    world.after(TIMEOUT, self, lambda effect=effect: self.timed_out(effect))
                     return
                 if type(effect) is float:
                     world.after(effect, self, lambda: self.run(None))
