@@ -1,13 +1,21 @@
-"""A checkpoint is one safetensors file with a JSON header: no pickle, and it is there whole or not at all."""
+"""A checkpoint is one safetensors file with a JSON header and a checksum: no pickle, there whole or not at all, and right or refused.
+
+The checksum is in the file's metadata: the BLAKE2b digest of the whole file, read with zeros in place of the digest. So it covers the data,
+the header, and what safetensors itself writes about names, dtypes, shapes and offsets. Version 1 had none.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
+import io
 import json
 import os
-from collections import Counter
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import safetensors
 import safetensors.torch
@@ -21,67 +29,71 @@ class Unreadable(GossamerError):
     """Not there, damaged, or of another version."""
 
 
-_FORMAT = "gossamer-checkpoint-1"
+FORMAT = "gossamer-checkpoint-2"
+_VERSION_1 = "gossamer-checkpoint-1"
+_METADATA = {_VERSION_1: {"format", "header"}, FORMAT: {"format", "header", "digest"}}
+_BLANK = "0" * 64
+# A quotation mark inside of a JSON string has a backslash before it, so this is a key and its value, never a part of a text.
+_DIGEST = re.compile(rb'"digest":"([0-9a-f]{64})"')
+_HEADER_BYTES = 100_000_000  # safetensors takes no longer header
+_PIECE_BYTES = 1 << 20
 
 
 def save(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
-    write(path, tensors, {"format": _FORMAT, "header": json.dumps(header)})
+    write(path, tensors, {"format": FORMAT, "header": _json(header)})
 
 
 def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Written beside ``path`` and moved there in one step, so a crash leaves the old file or the new one."""
+    """A safetensors file with a checksum. It is written beside ``path`` and moved there in one step, so a crash leaves the old file or
+    the new one; when this returns, the disk has both the file and its name."""
     name = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        safetensors.torch.save_file(_apart(tensors), name, metadata=metadata)
-        with open(name, "rb") as file:
+        _make(path.parent)
+        safetensors.torch.save_file(_apart(tensors), name, metadata={**metadata, "digest": _BLANK})
+        with open(name, "r+b") as file:
+            _seal(file)
+            file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise GossamerError(f"the checkpoint {path} can't be written: {error}; the one before it is kept") from None
+        _sync(path.parent)
+    except GossamerError:
+        raise
+    except (OSError, safetensors.SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise GossamerError(f"the checkpoint {path} can't be written: {_line(error)}; the one before it is kept") from None
     finally:
         name.unlink(missing_ok=True)
 
 
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """safetensors takes contiguous tensors that share no memory; tied ones are written twice, views of one buffer copied."""
-    seen: set[int] = set()
-    made: dict[str, Tensor] = {}
-    for key, tensor in tensors.items():
-        storage = tensor.untyped_storage().data_ptr()
-        made[key] = tensor.clone(memory_format=torch.contiguous_format) if storage in seen else tensor.contiguous()
-        seen.add(storage)
-    return made
-
-
-def load(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:
+def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and header, after the checksum was found right. The tensors are views of the file, on the CPU."""
     if not path.is_file():
         raise Unreadable(f"there is no checkpoint at {path}")
-    try:
-        with safetensors.safe_open(path, framework="pt", device=str(device)) as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != _FORMAT:
-                raise Unreadable(f"{path} is not a checkpoint that this Gossamer reads ({_FORMAT})")
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (not a dict)
-            return tensors, json.loads(metadata["header"])
-    except (safetensors.SafetensorError, json.JSONDecodeError, KeyError) as error:
-        raise Unreadable(f"{path} is damaged or not a checkpoint: {error}") from None
+    with _damage(f"{path} is damaged or not a checkpoint"), open(path, "rb") as file:
+        header = _header(file, str(path))
+        with safetensors.safe_open(path, framework="pt") as content:
+            return {key: content.get_tensor(key) for key in content.keys()}, header  # noqa: SIM118  (not a dict)
+
+
+def verify(path: Path) -> None:
+    """Refuses a safetensors file that was changed since :func:`write` has written it, such as an averaged model."""
+    with _damage(f"{path} is damaged"), open(path, "rb") as file:
+        _, there, right = _digest(file)
+        if there != right:
+            raise ValueError(_MISMATCH)
 
 
 def dumps(tensors: dict[str, Tensor], header: dict[str, Any]) -> bytes:
     """The same as bytes, to be sent."""
-    return safetensors.torch.save(_apart(tensors), {"format": _FORMAT, "header": json.dumps(header)})
+    metadata = {"format": FORMAT, "header": _json(header), "digest": _BLANK}
+    file = io.BytesIO(safetensors.torch.save(_apart(tensors), metadata))
+    _seal(file)
+    return file.getvalue()
 
 
 def loads(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    try:
-        length = int.from_bytes(data[:8], "little")
-        metadata = json.loads(data[8 : 8 + length]).get("__metadata__", {})
-        if metadata.get("format") != _FORMAT:
-            raise Unreadable(f"what was sent is not a state that this Gossamer reads ({_FORMAT})")
-        return safetensors.torch.load(data), json.loads(metadata["header"])
-    except (safetensors.SafetensorError, json.JSONDecodeError, KeyError) as error:
-        raise Unreadable(f"the state that was sent is damaged: {error}") from None
+    with _damage("the state that was sent is damaged"):
+        header = _header(io.BytesIO(data), "the state that was sent")
+        return safetensors.torch.load(data), header
 
 
 def remove(path: Path) -> None:
@@ -95,34 +107,111 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def flatten(prefix: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    """A nest of dicts, lists and tensors as JSON; the tensors go to ``tensors`` and leave their keys behind."""
-    if isinstance(value, Tensor):
-        while prefix in tensors:  # {"a.b": …, "a": {"b": …}}
-            prefix += "'"
-        tensors[prefix] = value
-        return {"__tensor__": prefix}
-    if isinstance(value, Counter):  # MultiStepLR keeps its milestones in one
-        return {"__counter__": [[key, item] for key, item in value.items()]}
-    if isinstance(value, dict):
-        return {"__dict__": [[key, flatten(f"{prefix}.{key}", item, tensors)] for key, item in value.items()]}
-    if isinstance(value, tuple):
-        return {"__tuple__": [flatten(f"{prefix}.{k}", item, tensors) for k, item in enumerate(value)]}
-    if isinstance(value, list):
-        return [flatten(f"{prefix}.{k}", item, tensors) for k, item in enumerate(value)]
-    return value
+def set_aside(path: Path) -> Path:
+    """A damaged checkpoint, or a folder of them, is kept under another name, which is returned."""
+    names = (path.with_name(f"{path.name}.damaged{f'-{k}' if k else ''}") for k in range(1000))
+    free = next(name for name in names if not name.exists())
+    with contextlib.suppress(FileNotFoundError):  # another process has done it
+        path.rename(free)
+    return free
 
 
-def unflatten(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The inverse of :func:`flatten`."""
-    if isinstance(value, list):
-        return [unflatten(item, tensors) for item in value]
-    if isinstance(value, dict):
-        if "__tensor__" in value:
-            return tensors[value["__tensor__"]]
-        if "__counter__" in value:
-            return Counter(dict(value["__counter__"]))
-        if "__tuple__" in value:
-            return tuple(unflatten(item, tensors) for item in value["__tuple__"])
-        return {key: unflatten(item, tensors) for key, item in value["__dict__"]}
-    return value
+# --- Underneath ---------------------------------------------------------------------------------------------------------------
+
+_MISMATCH = "its checksum is wrong"
+
+
+def _header(file: BinaryIO, where: str) -> dict[str, Any]:
+    """The JSON header of a checkpoint, if the file is right."""
+    length = int.from_bytes(file.read(8), "little")
+    metadata = json.loads(file.read(min(length, _HEADER_BYTES))).get("__metadata__", {})
+    kind = metadata.get("format")
+    if kind not in _METADATA:
+        raise Unreadable(f"{where} is not a checkpoint that this Gossamer reads ({FORMAT})")
+    if set(metadata) != _METADATA[kind]:  # so that no damage turns version 2 into version 1, which nothing protects
+        raise ValueError(f"its metadata are {', '.join(sorted(metadata))}")
+    if kind == FORMAT:
+        _, there, right = _digest(file)
+        if there != right:
+            raise ValueError(_MISMATCH)
+    header = json.loads(metadata["header"])
+    if not isinstance(header, dict):
+        raise ValueError("its header is no object")
+    return header
+
+
+def _digest(file: BinaryIO) -> tuple[int, str, str]:
+    """Where the digest is, what it is, and what it should be."""
+    file.seek(0)
+    start = file.read(8)
+    header = file.read(min(int.from_bytes(start, "little"), _HEADER_BYTES))
+    places = list(_DIGEST.finditer(header))
+    if len(places) != 1:
+        raise ValueError("it has no checksum")
+    begin, end = places[0].span(1)
+    digest = hashlib.blake2b(digest_size=32)
+    for piece in (start, header[:begin], _BLANK.encode(), header[end:]):
+        digest.update(piece)
+    while piece := file.read(_PIECE_BYTES):
+        digest.update(piece)
+    return len(start) + begin, places[0][1].decode(), digest.hexdigest()
+
+
+def _seal(file: BinaryIO) -> None:
+    place, _, right = _digest(file)
+    file.seek(place)
+    file.write(right.encode())
+
+
+@contextlib.contextmanager
+def _damage(what: str) -> Iterator[None]:
+    """Bytes from a disk or a network can be anything, and so can be the error that they lead to: here it becomes one line."""
+    try:
+        yield
+    except (GossamerError, MemoryError):
+        raise
+    except Exception as error:
+        raise Unreadable(f"{what}: {_line(error)}") from None
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _json(header: dict[str, Any]) -> str:
+    try:
+        return json.dumps(header)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise GossamerError(
+            f"a state_dict holds what a checkpoint can't: {_line(error)}; it takes tensors, numbers and text"
+        ) from None
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """safetensors takes contiguous tensors that share no memory; tied ones are written twice, views of one buffer copied."""
+    seen: set[int] = set()
+    copies: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        copies[key] = tensor.clone(memory_format=torch.contiguous_format) if storage in seen else tensor.contiguous()
+        seen.add(storage)
+    return copies
+
+
+def _make(folder: Path) -> None:
+    if not folder.is_dir():
+        _make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync(folder.parent)
+
+
+def _sync(folder: Path) -> None:
+    """The names in a folder are on disk only after this: a power cut could take a new file away, or bring the old one back."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # some network file systems have no such thing
+            raise
+    finally:
+        os.close(descriptor)

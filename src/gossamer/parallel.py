@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,6 +44,7 @@ from gossamer.refusals import check_choice, refuse_ddps, refuse_strangers, refus
 from gossamer.roster import Change
 from gossamer.schedules import Order, Schedule, schedule
 from gossamer.seats import Seat
+from gossamer.snapshot import Snapshot
 from gossamer.survival import Survival
 from gossamer.uneven import Stretch
 from gossamer.wrapper import Wrapper
@@ -500,7 +502,8 @@ class DecentralizedDataParallel(Wrapper):
         state = self._capture(also or {})
         with self.consensus():
             averaged = {name: t.clone() for name, t in self.state_dict().items() if isinstance(t, Tensor)}
-        shards.save(Path(folder), self.steps, state, self._setup(), averaged if self.leads else None, self._exchange)
+        setup = self._setup() | self._signature()
+        shards.save(Path(folder), self.steps, state, setup, averaged if self.leads else None, self._exchange)
 
     @torch.inference_mode(False)
     def load(self, folder: Path | str, also: Mapping[str, Any] | None = None) -> bool:
@@ -509,13 +512,21 @@ class DecentralizedDataParallel(Wrapper):
         self._refuse_busy("load()")
         if self._survival is not None and self._survival.joining:
             return False  # the others are further: it takes over the state of one of them
-        found = shards.load(Path(folder), self._setup(), self._exchange, self._device)
+        setup, layout = self._setup() | self._signature(), state_of_worker.LAYOUT
+        found = shards.load(
+            Path(folder), setup, self._exchange, layout, self._device, functools.partial(self._check, also or {})
+        )
         if found is None:
             return False
-        step, state = found
-        self._restore(state, f"the checkpoint in {folder}", also or {})
-        self.steps, self._begun = step, False
+        self._restore(found.parts, f"the checkpoint in {folder}", also or {})
+        self.steps, self._begun = found.step, False
         return True
+
+    def _check(self, also: Mapping[str, Any], found: Snapshot, where: str) -> None:
+        state_of_worker.check(found.parts, where, self._bare(), list(self._gradients), also)
+
+    def _signature(self) -> dict[str, str]:
+        return {"wire": self._mixer.wire, **state_of_worker.signature(self._bare(), list(self._gradients))}
 
     def _capture(self, also: Mapping[str, Any]) -> dict[str, Any]:
         state = state_of_worker.capture(self._bare(), list(self._gradients), self.schedule, self.signals, also)
@@ -525,7 +536,7 @@ class DecentralizedDataParallel(Wrapper):
 
     def _restore(self, state: dict[str, Any], where: str, also: Mapping[str, Any]) -> None:
         self.signals = state_of_worker.restore(state, where, self._bare(), list(self._gradients), self.schedule, also)
-        self._mixer.load_state_dict(self._flat.blocks, state.get("means", []))
+        self._mixer.load_state_dict(self._flat.blocks, state["means"])
 
     def _setup(self) -> dict[str, str]:
         graph = ALL_REDUCE if self.averages_gradients else self.schedule.describe()

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from gossamer import checkpoint
+from gossamer import checkpoint, snapshot
 from gossamer.errors import GossamerError
 from gossamer.exchange import Exchange
 from gossamer.links import Link
@@ -21,6 +20,7 @@ from gossamer.mixer import Mixer
 from gossamer.roster import Change
 from gossamer.schedules import Schedule, rebuilt
 from gossamer.seats import Seat
+from gossamer.state import LAYOUT
 
 _models: list[Survival] = []  # of this process
 
@@ -103,18 +103,17 @@ class Survival:
 
     def _copied(self) -> Callable[[], bytes]:
         """One pass over the memory between two steps; the rest can be done in the background."""
-        tensors: dict[str, Tensor] = {}
-        state = checkpoint.flatten("state", self._capture(), tensors)
+        tensors, parts = snapshot.pack(self._capture())
         copies = {key: t.detach().clone(memory_format=torch.contiguous_format) for key, t in tensors.items()}
-        return lambda: checkpoint.dumps(copies, {"signature": self._signature, "state": state})
+        return lambda: checkpoint.dumps(copies, {"signature": self._signature, "parts": parts})
 
     def _unpack(self, data: bytes) -> None:
         tensors, header = checkpoint.loads(data)
-        theirs, mine = header["signature"], self._signature
+        theirs, mine = header.get("signature", {}), self._signature
         differ = next((key for key in {**theirs, **mine} if theirs.get(key) != mine.get(key)), None)
         if differ is not None:
             raise GossamerError(
                 f"rank {self.seat.rank} can't join: {differ} is {mine.get(differ, 'missing')} here and "
                 f"{theirs.get(differ, 'missing')} on the others"
             )
-        self._restore(checkpoint.unflatten(header["state"], tensors))
+        self._restore(snapshot.unpack(header.get("parts"), tensors, LAYOUT.parts, "the state that was sent"))

@@ -6,18 +6,17 @@ import contextlib
 import functools
 import math
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from gossamer import batch_norm, checkpoint, profile, seeds, shards
+from gossamer import batch_norm, profile, seeds, shards, snapshot, trainer_state
 from gossamer.algorithms import algorithm
-from gossamer.backends import Backend, Batch
+from gossamer.backends import Batch
 from gossamer.batch_norm import BatchNorm
 from gossamer.errors import GossamerError
 from gossamer.exchange import Exchange
@@ -32,8 +31,10 @@ from gossamer.replicas import Replicas
 from gossamer.rounds import Mean
 from gossamer.sampling import sampler
 from gossamer.schedules import Resized, Schedule, schedule
+from gossamer.snapshot import Snapshot
 from gossamer.sources import Draw, source
 from gossamer.tasks import Task
+from gossamer.trainer_state import EpochRecord as EpochRecord
 
 _REESTIMATE, _REESTIMATE_BATCH = 2048, 128  # training samples with which BatchNorm's statistics are estimated anew
 
@@ -62,22 +63,6 @@ class Settings:
     batch_norm: BatchNorm = "reestimate"  # how the averaged model gets its running statistics (see batch_norm.py)
     wire: Wire = "float32"  # bfloat16: rows that travel by edges are rounded (see mixer.py)
     outages: tuple[Outage, ...] = ()  # workers that fail and perhaps come back (see outages.py); in one process only
-
-
-@dataclass(frozen=True)
-class EpochRecord:
-    """What one epoch brought. ``value`` is the metric of the averaged model on the test data."""
-
-    epoch: int
-    step: int
-    lr: float
-    train_loss: float
-    value: float
-    graph: str
-    degree: float  # connections of a replica, averaged over the steps of this epoch
-    bytes: int
-    consensus_distance: float
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -216,10 +201,10 @@ class Trainer:
 
     def _take_part(self, members: tuple[int, ...]) -> None:
         """Before a step begins: some have left, or come back with the state of another."""
+        if members == self.members:
+            return
         source = {worker: worker for worker in self.members} | donors(self.members, members)
-        self._resize([self.members.index(source[worker]) for worker in members], members)
-
-    def _resize(self, rows: Sequence[int], members: tuple[int, ...]) -> None:
+        rows = [self.members.index(source[worker]) for worker in members]
         self.replicas.take(rows, members)
         self.algorithm.optimizer.take(rows)
         self.mixer = self._new_mixer(len(members))
@@ -348,76 +333,30 @@ class Trainer:
         """Everything needed to go on. Refuses to replace a good checkpoint by parameters that are not numbers. With several
         processes ``path`` is a folder, with a file for each of them."""
         self.check_parameters()
-        tensors = {f"x.{k}": block.x for k, block in enumerate(self.replicas.blocks)}
-        tensors |= {f"buffer.{name}": stacked for name, stacked in self.replicas.buffers.items()}
-        tensors["epoch_loss"] = self._epoch_loss
-        header = {
-            "settings": self._fingerprint(),
-            "step": self.step,
-            "bytes": self.bytes,
-            "seconds": self.seconds,
-            "epoch_degree": self._epoch_degree,
-            "signals": self.signals,
-            "schedule": self.schedule.state_dict(),
-            "history": [asdict(record) for record in self.history],
-            "optimizer": checkpoint.flatten("optimizer", self.algorithm.optimizer.state_dict(), tensors),
-            "means": checkpoint.flatten("means", self.mixer.state_dict(self.replicas.blocks), tensors),
-            "backend": str(self.replicas.backend) if self.replicas.backend else None,
-            "threads": torch.get_num_threads(),
-        }
+        parts = trainer_state.capture(self)
         if self.exchange is None:
-            checkpoint.save(Path(path), tensors, header)
+            snapshot.save(Path(path), Snapshot(self.step, self._fingerprint(), parts))
         else:
-            shards.save(Path(path), self.step, {"tensors": tensors, "header": header}, {}, None, self.exchange)
+            shards.save(Path(path), self.step, parts, self._fingerprint(), None, self.exchange)
 
-    def load(self, path: Path | str, trusted: Callable[[dict[str, Any]], bool] = lambda header: True) -> bool:
-        """Go on exactly where :meth:`save` was called. The settings must be the same. ``trusted`` may look at the header and
+    def load(self, path: Path | str, trusted: Callable[[dict[str, Any]], bool] = lambda progress: True) -> bool:
+        """Go on exactly where :meth:`save` was called. The settings must be the same. ``trusted`` may look at the progress and
         say no; returns whether it was loaded."""
-        path = Path(path)
+        path, setup = Path(path), self._fingerprint()
+        check = functools.partial(trainer_state.check, self)
         if self.exchange is None:
-            tensors, header = checkpoint.load(path, self.device)
-            good = trusted(header)
+            found = snapshot.load(path, trainer_state.LAYOUT, self.device)
+            snapshot.refuse_other(found, setup, trainer_state.LAYOUT, str(path))
+            check(found, str(path))
+            good = trusted(found.parts["progress"])
         else:
-            found = shards.load(path, {}, self.exchange, self.device)
-            good = found is not None and trusted(found[1]["header"])
-            good = bool(self.exchange.share(good))  # the first one decides
-            if found is not None:
-                tensors, header = found[1]["tensors"], found[1]["header"]
+            several = shards.load(path, setup, self.exchange, trainer_state.LAYOUT, self.device, check)
+            good = several is not None and trusted(several.parts["progress"])
+            good = bool(self.exchange.share(good)) and several is not None  # the first one decides
+            found = several or Snapshot(0, {}, {})
         if good:
-            self._restore(path, tensors, header)
+            trainer_state.restore(self, found, str(path))
         return good
-
-    def _restore(self, path: Path, tensors: dict[str, torch.Tensor], header: dict[str, Any]) -> None:
-        mine = self._fingerprint()
-        differ = [
-            f"{key} ({header['settings'].get(key)!r} there, {mine[key]!r} here)"
-            for key in mine
-            if header["settings"].get(key) != mine[key]
-        ]
-        if differ:
-            raise GossamerError(f"{path} was made with other settings: {'; '.join(differ)}")
-        members = self.attendance.members(header["step"] - 1)
-        if members != self.members:
-            self._resize([0] * len(members), members)
-        for k, block in enumerate(self.replicas.blocks):
-            block.x.copy_(tensors[f"x.{k}"])
-        for name, stacked in self.replicas.buffers.items():
-            stacked.copy_(tensors[f"buffer.{name}"])
-        self.algorithm.optimizer.load_state_dict(checkpoint.unflatten(header["optimizer"], tensors))
-        self.mixer.load_state_dict(self.replicas.blocks, checkpoint.unflatten(header.get("means", []), tensors))
-        self.schedule.load_state_dict(header["schedule"])
-        self._epoch_loss = tensors["epoch_loss"].cpu()
-        self.step, self.bytes, self.seconds = header["step"], header["bytes"], header["seconds"]
-        self.signals, self._epoch_degree = header["signals"], header["epoch_degree"]
-        self.history = [EpochRecord(**record) for record in header["history"]]
-        if header["backend"] is not None and self.settings.backend == "auto":
-            self.replicas.backend = Backend.parse(header["backend"])
-        if header["threads"] != torch.get_num_threads():
-            warnings.warn(
-                f"{path} was made with {header['threads']} threads and this process has {torch.get_num_threads()}: "
-                "results may differ in the last digits",
-                stacklevel=3,
-            )
 
     def _fingerprint(self) -> dict[str, Any]:
         """What must agree for a resumed run to be the same run."""
@@ -437,5 +376,5 @@ class Trainer:
             "wire": s.wire,
             "batch_norm": s.batch_norm,
             "outages": [[o.worker, o.at, o.back] for o in s.outages] or None,
-            "tensors": [[slot.name, list(slot.shape)] for block in self.replicas.blocks for slot in block.slots],
+            **{f"tensor {slot.name!r}": list(slot.shape) for block in self.replicas.blocks for slot in block.slots},
         }

@@ -39,9 +39,10 @@ def run_cell(
     report: Report,
     stop: Callable[[], bool],
     exchange: Exchange | None = None,
+    note: str | None = None,
 ) -> bool:
     """Returns whether the cell was finished (and not stopped). With several processes all of them call it, and only the first
-    one has the store."""
+    one has the store. ``note``: why the run begins anew."""
     profiles: list[Profile] = []
     epochs: list[EpochRecord] = []
     trainer = trainer_for(spec, cell, task, device, exchange)
@@ -51,9 +52,14 @@ def run_cell(
     )
     if book.backend is not None:
         trainer.replicas.backend = Backend.parse(book.backend)
-    if not _resume(trainer, book):
+    resumed, damage = _resume(trainer, book)
+    if damage is not None:  # the trainer may hold some of it
+        return run_cell(book, spec, cell, task, device, checkpoint_seconds, report, stop, exchange, damage)
+    if not resumed:
         where = machine.describe() | {"device": device} | ({"processes": exchange.size} if exchange else {})
         book.begin(where, str(trainer.replicas.backend), torch.get_num_threads(), trainer.replicas.slots)
+        if note is not None:
+            book.note(note)
 
     def unsaved() -> tuple[list[Profile], list[EpochRecord], list]:
         rows = (profiles.copy(), epochs.copy(), trainer.schedule.changes)
@@ -109,16 +115,20 @@ class Book:
     path: Path
     backend: str | None
 
-    def trusts(self, header: dict[str, Any]) -> bool:
+    def trusts(self, progress: dict[str, Any]) -> bool:
         """Whether the store holds all that a checkpoint knows."""
         if self.store is None:
             return True
         known = {e.epoch for e in self.store.epochs(self.run)}
-        return {e["epoch"] for e in header["history"]} <= known and self.store.run(self.run).status == "running"
+        return {e["epoch"] for e in progress["history"]} <= known and self.store.run(self.run).status == "running"
 
     def begin(self, *about: Any) -> None:
         if self.store is not None:
             self.store.begin(self.run, *about)
+
+    def note(self, text: str) -> None:
+        if self.store is not None:
+            self.store.note(self.run, "checkpoint", text)
 
     def add(self, *rows: Any) -> None:
         if self.store is not None:
@@ -154,14 +164,15 @@ class _Pause:
         return self.trainer.step > self.step and time.monotonic() - self.time >= self.seconds
 
 
-def _resume(trainer: Trainer, book: Book) -> bool:
-    """Go on from the checkpoint, if it can be read and the store holds all that it knows; else the run starts again."""
+def _resume(trainer: Trainer, book: Book) -> tuple[bool, str | None]:
+    """Go on from the checkpoint, if it can be read and the store holds all that it knows; else the run starts again. Returns whether
+    it was loaded, and what is wrong with a checkpoint that can't be."""
     if trainer.exchange is None and not book.path.exists():
-        return False
+        return False, None
     try:
         if trainer.load(book.path, book.trusts):
-            return True
-    except checkpoint.Unreadable:
-        pass  # of another version, or damaged by the disk
+            return True, None
+    except checkpoint.Unreadable as error:  # damaged by the disk, or of another version
+        return False, f"{error}; it is kept as {checkpoint.set_aside(book.path).name}, and the run begins anew"
     checkpoint.remove(book.path)
-    return False
+    return False, None

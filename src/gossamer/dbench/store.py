@@ -223,6 +223,15 @@ class Store:
             )
         ]
 
+    def notes(self, run: int) -> list[tuple[str, str]]:
+        """Kind and text of what else has happened."""
+        return [
+            (kind, reason)
+            for kind, reason in self._query(
+                "SELECT kind, reason FROM events WHERE run = ? AND kind != 'graph' ORDER BY step", run
+            )
+        ]
+
     def find(self, cell: Cell) -> Run:
         return next(run for run in self.runs() if run.cell == cell)
 
@@ -241,6 +250,11 @@ class Store:
                 "UPDATE runs SET status = 'running', message = NULL, machine = ?, backend = ?, threads = ?, tensors = ? WHERE id = ?",
                 (json.dumps(machine), backend, threads, json.dumps(list(tensors)), run),
             )
+
+    def note(self, run: int, kind: str, reason: str, step: int = 0) -> None:
+        """An event that is no change of the graph. It stays until the run begins anew."""
+        with self._transaction() as db:
+            db.execute("INSERT OR REPLACE INTO events VALUES (?, ?, 0, ?, NULL, ?)", (run, step, kind, reason))
 
     def add(self, run: int, profiles: Sequence[Profile], epochs: Sequence[EpochRecord], changes: Sequence[Change]) -> None:
         with self._transaction() as db:
