@@ -177,7 +177,14 @@ def launch_command(
         list[str] | None, typer.Argument(metavar="[ARGS]…", help="Its own arguments.", show_default=False)
     ] = None,
     workers: Annotated[int, typer.Option("-n", help="Workers on this host.")] = 2,
-    restart: Annotated[int, typer.Option(help="Start each worker that dies again, up to this many times.")] = 0,
+    restart: Annotated[int, typer.Option(help="Start each worker that fails again, up to this many times.")] = 0,
+    min_workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Workers of this host that must finish for exit code 0. (default: half of them, rounded up)",
+            show_default=False,
+        ),
+    ] = None,
     evict_after: Annotated[float, typer.Option(help="Seconds without a heartbeat after which a worker is given up.")] = 10.0,
     address: Annotated[
         str,
@@ -190,14 +197,18 @@ def launch_command(
     """Start workers on this host and keep the survivors.
 
     As torchrun does, each process gets RANK, WORLD_SIZE, MASTER_ADDR …, so a script runs unchanged. A worker that dies or hangs is left
-    out, and the others go on; with --restart it comes back and takes over the state of one of them.
+    out, and the others go on; with --restart it comes back, as long as another worker runs on any host, and takes over the state of one of
+    them. If a worker dies before model.gossip() has been called, there is nothing to join, and --restart starts all workers again.
+
+    Exit code: 0 if at least --min-workers workers of this host have finished with exit code 0, at their last start. Otherwise the code of
+    the first one that failed (the number of the signal, if it was killed). After Ctrl-C 130, and 2 for a mistake in this command.
 
     Example: gossamer launch -n 4 --restart 3 train.py --epochs 10
     """
     from gossamer.launch import Job, Launcher, command_for
 
     command = command_for(script, arguments or [])
-    outcome = Launcher(Job(command, workers, restart, evict_after, address, nodes, node, join)).run()
+    outcome = Launcher(Job(command, workers, restart, evict_after, address, nodes, node, join, min_workers)).run()
     raise typer.Exit(outcome.exit_code)
 
 

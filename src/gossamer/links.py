@@ -22,11 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossamer.errors import GossamerError
-from gossamer.seats import Seat, ended_key
+from gossamer.seats import Seat, Start, wrapped_key
 
 _FOREVER = timedelta(days=7)  # gloo's own timeouts close all pairs of a group; we keep our own time (see exchange.py)
 _NEVER = 0x7FFFFFFF  # a tag that nobody sends: the last part of the last collective
 _BUILD = 10.0  # seconds for connecting, once all are there
+_BUILD_FIRST = 60.0  # seconds for the same, when the job starts
+_READ = 5.0  # seconds that rank 0 waits for the others to read why they fail, before it ends
 _opened = itertools.count()  # links are opened in the same order everywhere, so this number names one
 
 
@@ -78,7 +80,7 @@ class Link:
     """Between processes on CPUs: gloo, started from the store that the default group was started with, or the launcher's.
 
     ``name`` is the same everywhere. ``abandoned``: asked while the others are waited for; True ends the wait with an error.
-    ``ended(rank)``: why a process is not there any more, or nothing.
+    ``start``: under ``gossamer launch``, what is known about the other processes.
     """
 
     def __init__(
@@ -90,14 +92,14 @@ class Link:
         epoch: int = 0,
         name: str | None = None,
         abandoned: Callable[[], bool] | None = None,
-        ended: Callable[[int], str] | None = None,
+        start: Start | None = None,
     ) -> None:
         self.rank, self.size, self.timeout, self.epoch = rank, size, timeout, epoch
         self.names: Sequence[int] = range(size)  # what the ranks are called in messages
         self.name = name or next_name()
         self.store = dist.PrefixStore(f"{self.name}/{epoch}", store)
         self._agreements = 0
-        self._abandoned, self._ended = abandoned, ended
+        self._abandoned, self._start = abandoned, start
         self.closed = False
         self._meet("here", "did not arrive")
         self._group = self._open()
@@ -107,13 +109,15 @@ class Link:
     def _open(self) -> Any:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = _devices()
-        options._timeout = timedelta(seconds=self.timeout if self._abandoned is None else _BUILD)
+        options._timeout = timedelta(seconds=min(self.timeout, _BUILD_FIRST if self._abandoned is None else _BUILD))
         try:
             return dist.ProcessGroupGloo(dist.PrefixStore("gloo", self.store), self.rank, self.size, options)
         except RuntimeError as error:
             if self._abandoned is not None:
                 raise
-            raise GossamerError(f"rank {self.rank}: can't connect to the other {self.size - 1} workers: {error}") from None
+            end = self._start.end() if self._start is not None else ""
+            why = f"{end} before training began" if end else f"can't connect to the other {self.size - 1} workers: {error}"
+            raise self._failure("open", why, []) from None
 
     @property
     def streams(self) -> bool:
@@ -155,7 +159,7 @@ class Link:
         self.store.set(f"{where}/{self.rank}", "1")
         everyone = [f"{where}/{q}" for q in range(self.size)]
         if self._abandoned is None:
-            self._wait(everyone, failed)
+            self._wait(where, everyone, failed)
             return
         while not self.store.check(everyone):
             if self._abandoned():
@@ -168,7 +172,7 @@ class Link:
         at = f"agreement/{self._agreements}"
         if self.rank == 0:
             self.store.set(f"{at}/signature", json.dumps(signature))
-        self._wait([f"{at}/signature"], "did not say how it is set up")
+        self._wait(at, [f"{at}/signature"], "did not say how it is set up")
         first: dict[str, str] = json.loads(self.store.get(f"{at}/signature"))
         keys = dict.fromkeys([*first, *signature])
         differ = next((key for key in keys if first.get(key) != signature.get(key)), None)
@@ -176,36 +180,53 @@ class Link:
         self.store.set(f"{at}/difference/{self.rank}", json.dumps(mine))
         if self.rank == 0:
             names = [f"{at}/difference/{q}" for q in range(self.size)]
-            self._wait(names, "did not compare its set-up with rank 0's")
+            self._wait(at, names, "did not compare its set-up with rank 0's")
             self.store.set(f"{at}/verdict", _verdict(first, [json.loads(self.store.get(name)) for name in names]))
-        self._wait([f"{at}/verdict"], "did not say whether all are set up alike")
+        self._wait(at, [f"{at}/verdict"], "did not say whether all are set up alike")
         verdict = self.store.get(f"{at}/verdict").decode()
         if verdict:
-            raise GossamerError(f"rank {self.rank}: {verdict}")
+            raise self._failure(at, verdict, list(range(self.size)), final=True)
 
-    def _wait(self, keys: list[str], what: str) -> None:
-        """Wait for keys; the k-th is rank k's to set."""
-        deadline = time.monotonic() + self.timeout
+    def _wait(self, at: str, keys: list[str], what: str) -> None:
+        """Wait for keys; the k-th is rank k's to set. If they can't come, every rank that waits raises the same error: one that has
+        waited for too long, or sees that another has ended, tells the others."""
+        deadline, pause = time.monotonic() + self.timeout, 0.002
         try:
-            if self._ended is not None and len(keys) == self.size:
-                self._watch_for(keys, deadline, self._ended)
-            self.store.wait(keys, timedelta(seconds=max(0.1, deadline - time.monotonic())))
+            while not self.store.check(keys):
+                end = self._start.end() if self._start is not None else ""
+                if self._has(f"{at}/failed"):
+                    raise self._failure(at, "", self._arrived(keys))
+                if end and not self.store.check(keys):  # it may have ended because all was said
+                    raise self._failure(at, f"{end} before training began", self._arrived(keys))
+                if time.monotonic() > deadline and not self.store.check(keys):
+                    missing = [q for q in range(len(keys)) if q not in self._arrived(keys)]
+                    raise self._failure(
+                        at,
+                        f"rank {', '.join(map(str, missing))} of {self.size} {what} within {self.timeout:g} s; "
+                        "is it running, and does it make the same models in the same order?",
+                        self._arrived(keys),
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, 0.1)
         except RuntimeError as error:
-            missing = [q for q, key in enumerate(keys) if not self._has(key)]
-            if time.monotonic() < deadline - 0.5 or not missing:
-                raise GossamerError(f"rank {self.rank}: the store that joins the workers is gone: {error}") from None
-            raise GossamerError(
-                f"rank {self.rank}: rank {', '.join(map(str, missing))} of {self.size} {what} within {self.timeout:g} s; "
-                "is it running, and does it make the same models in the same order?"
-            ) from None
+            raise GossamerError(f"rank {self.rank}: the store that joins the workers is gone: {error}") from None
 
-    def _watch_for(self, keys: list[str], deadline: float, ended: Callable[[int], str]) -> None:
-        """Wait as long as all whose keys are missing still run."""
-        while time.monotonic() < deadline and not self.store.check(keys):
-            for q in (q for q, key in enumerate(keys) if not self._has(key)):
-                if (why := ended(q)) and not self._has(keys[q]):
-                    raise GossamerError(f"rank {self.rank}: rank {q} {why} before training began")
-            time.sleep(0.05)
+    def _arrived(self, keys: list[str]) -> list[int]:
+        return [q for q, key in enumerate(keys) if self._has(key)]
+
+    def _failure(self, at: str, why: str, waiting: list[int], final: bool = False) -> GossamerError:
+        """The error to raise, with the same reason on all ranks: the first that was given. Rank 0's process may hold the store, so it
+        leaves after the ranks that are ``waiting`` have read it."""
+        with contextlib.suppress(RuntimeError):
+            why = self.store.compare_set(f"{at}/failed", "", why).decode() or why
+            self.store.set(f"{at}/read/{self.rank}", "1")
+            if self._start is not None:
+                self._start.failed(why, final)
+            elif self.rank == 0:
+                deadline = time.monotonic() + _READ
+                while time.monotonic() < deadline and not all(self._has(f"{at}/read/{q}") for q in waiting):
+                    time.sleep(0.01)
+        return GossamerError(f"rank {self.rank}: {why}")
 
     def _has(self, key: str) -> bool:
         try:
@@ -277,19 +298,14 @@ def open_link(device: torch.device, timeout: float = 300.0, joins: bool = False)
     """The link of this process, or None if it is alone. ``torch.distributed`` must have been started, as for DDP, unless there is a
     launcher of ours. ``joins``: it may be one that joins a job that is running."""
     seat = Seat.taken()
+    if seat is not None:
+        own = seat.connect()
+        own.set(wrapped_key(seat.ticket), "1")
     if seat is not None and seat.joins and not (joins and device.type == "cpu"):
         what = "it is on a GPU" if device.type != "cpu" else "only DecentralizedDataParallel can do that"
         raise GossamerError(f"rank {seat.rank} can't join a job that is running: {what}")
     if seat is not None and device.type == "cpu":  # NCCL has no connections that fail one by one
-        store = seat.connect()
-        if seat.joins:
-            return Alone(store, 0, 1, timeout)
-
-        def ended(rank: int) -> str:
-            key = ended_key(rank)
-            return store.get(key).decode() if store.check([key]) else ""
-
-        return Link(store, seat.rank, seat.size, timeout, ended=ended)
+        return Alone(own, 0, 1, timeout) if seat.joins else Link(own, seat.rank, seat.size, timeout, start=Start(seat, own))
     if not dist.is_available() or not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise GossamerError(

@@ -1,7 +1,12 @@
-"""What ``gossamer launch`` and the workers that it starts tell each other: by environment variables and keys of the store."""
+"""What ``gossamer launch`` and the workers that it starts tell each other: by environment variables and keys of the store.
+
+A job may have several *generations*: if a worker dies before there is a training that it could join, all workers are started again. Each
+generation has a store of its own, so no key of an earlier one is ever found: not ours, and not those of torch's own process group.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,9 +14,31 @@ from typing import Any
 
 import torch.distributed as dist
 
-ENDS = "gossamer/ends"  # how many processes have ended, by the launchers' word
+# In the store of the job: what launchers tell each other.
 LAUNCHERS = "gossamer/launchers"  # how many there are besides the first; and each one's signs of life
+GENERATION = "gossamer/generation"  # the number of the one that runs, or shall run
+
+# In the store of a generation.
+BEGAN = "gossamer/began"  # how many workers have begun to train
+ENDS = "gossamer/ends"  # how many processes have ended, by the launchers' word
+START_FAILED = "gossamer/start-failed"  # why the workers could not begin together
+START_REFUSED = "gossamer/start-refused"  # set if another try would fail as well
 TICKETS = "gossamer/tickets"  # how many have been given out
+
+
+def store_key(generation: int) -> str:
+    """In the store of the job: where the store of a later generation listens."""
+    return f"gossamer/stores/{generation}"
+
+
+def wrapped_key(ticket: int) -> str:
+    """Set by a worker that has begun to open a link to the others."""
+    return f"gossamer/wrapped/{ticket}"
+
+
+def trains_key(ticket: int) -> str:
+    """Set by a worker that has begun to train: at the start, or after it has joined."""
+    return f"gossamer/trains/{ticket}"
 
 
 def ended_key(ticket: int) -> str:
@@ -52,3 +79,34 @@ class Seat:
     def joins(self) -> bool:
         """Started again, or later than the others."""
         return self.ticket >= self.size
+
+    def announce_training(self) -> None:
+        """From now on a worker that dies is left out, and can join again. The launcher starts that one alone, not the whole job."""
+        with contextlib.suppress(RuntimeError):  # the store is gone; then no worker can be started again either
+            store = self.connect()
+            store.set(trains_key(self.ticket), "1")
+            store.add(BEGAN, 1)
+
+
+class Start:
+    """The time before training, when all workers need all others: what a worker reads about them, and says itself."""
+
+    def __init__(self, seat: Seat, store: Any) -> None:
+        self._size, self._store = seat.size, store
+
+    def end(self) -> str:
+        """The first rank that has ended, and how: "rank 1 was killed by SIGKILL". Empty if all run."""
+        if not self._store.add(ENDS, 0):
+            return ""
+        for rank in range(self._size):
+            if self._store.check([ended_key(rank)]):
+                return f"rank {rank} {self._store.get(ended_key(rank)).decode()}"
+        return ""
+
+    def failed(self, why: str, final: bool) -> None:
+        """Training can't begin. ``final``: nor could it at another try. The launcher ends the workers that still run, or starts all
+        again."""
+        with contextlib.suppress(RuntimeError):
+            if final:
+                self._store.set(START_REFUSED, why)
+            self._store.set(START_FAILED, why)

@@ -51,6 +51,8 @@ class Survival:
         first = exchange.link
         self._membership = Membership(seat, first.name, None if self.joining else first, self._open_group, self._copied)
         exchange.guarded(self._membership)
+        if not self.joining:
+            seat.announce_training()
 
     def _open_group(self, number: int, place: int, names: tuple[int, ...], abandoned: Callable[[], bool]) -> Link:
         # On a connection of its own: gloo waits on it for those who have to come, up to 10 s, and nothing else gets through meanwhile.
@@ -76,6 +78,7 @@ class Survival:
             self._refuse_several()
             membership.rejoin()
         change, link = membership.join(self._timeout, self._unpack)
+        self.seat.announce_training()
         self.joining = False
         self.schedule = self.planned  # what those have learnt who were there; what I knew may be old
         self._take_part(change, link)
