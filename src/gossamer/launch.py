@@ -141,7 +141,7 @@ class Launcher:
         finally:
             for worker in self._running:
                 worker.kill()
-            self._store.close(_LAST_WORDS_SECONDS)
+            self._store.close(_LAST_WORDS_SECONDS if not self._stopping else _LAST_WORDS_SECONDS / 2)
             signal.set_wakeup_fd(old)
             for which, handler in before.items():
                 signal.signal(which, handler)
@@ -260,6 +260,8 @@ class Launcher:
     def _reap(self) -> None:
         for worker in self._running:
             if worker.ended():
+                if self._ending:
+                    worker.kill_children()
                 self._read(worker, last=True)
                 self._ended(worker)
                 self._last_end, self._looked = time.monotonic(), -_BEAT_SECONDS  # look again at once

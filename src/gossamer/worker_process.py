@@ -83,6 +83,11 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, which)
 
+    def kill_children(self) -> None:
+        """Of a process that was asked to end, and has: a shell's job in the background hears no Ctrl-C."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def kill(self) -> None:
         if self.runs:
             self.send(signal.SIGKILL)
