@@ -22,9 +22,9 @@ from collections.abc import Generator
 from typing import Any
 
 from gossamer import waiting
-from gossamer.collectives import Ballots
+from gossamer.collectives import Collectives
 from gossamer.effects import Add, Build, Claim, Drop, Fly, Look, Pause, Put
-from gossamer.errors import GossamerError
+from gossamer.errors import Evicted, GossamerError
 from gossamer.member import Member
 from gossamer.roster import Event, Roster
 from gossamer.seats import ENDS, TICKETS, ended_key
@@ -69,7 +69,9 @@ class Flight:
         self.lost: set[int] = set()
         self.done = self.graced = False
         member = worker.member
-        given_up = waiting.at_start(self.essential, member.gone(epoch), member.doubtful(epoch))
+        self.peers = frozenset(needs) | frozenset(sends)
+        worker.flight = self
+        given_up = waiting.at_start(self.essential, self.peers, member.losses(epoch))
         self.lost |= given_up.lost
         if given_up.in_vain:
             self.done = True
@@ -80,8 +82,10 @@ class Flight:
     def _post(self) -> None:
         world, me = self.worker.world, self.worker.ticket
         members = self.worker.member.members[self.epoch]
-        for k in self.sends:
-            if k not in self.lost:
+        for k in {*self.sends, *self.needs} - self.lost:
+            if not world.connected(self.epoch, me, members[k]):
+                world.after(world.rng.random() * 0.1, self.worker, lambda k=k: self.broke(k))
+            elif k in self.sends:
                 world.send(self.epoch, me, members[k], (self.epoch, self.tag, self.stage, me))
 
     def advance(self) -> None:
@@ -113,11 +117,11 @@ class Flight:
             return
         member = self.worker.member
         members, inbox = member.members[self.epoch], self.worker.inbox
-        gone, doubtful = member.gone(self.epoch), member.doubtful(self.epoch)
+        losses = member.losses(self.epoch)
         for peer in self.needs:
             if peer in self.lost or (self.epoch, self.tag, self.stage, members[peer]) in inbox:
                 continue
-            given_up = waiting.while_waiting(self.essential, frozenset(self.lost), peer, gone, doubtful)
+            given_up = waiting.while_waiting(self.essential, self.peers, frozenset(self.lost), peer, losses)
             if given_up is None:
                 continue
             if given_up.in_vain and not self.graced:
@@ -134,6 +138,8 @@ class Flight:
         if not self.done and peer in (*self.needs, *self.sends) and peer not in self.lost:
             self.lost.add(peer)
             self.worker.member.lose(self.epoch, peer, "broke")
+            self.worker.tick_at(0.01)
+            self.worker.poke()
 
 
 class Worker:
@@ -144,7 +150,7 @@ class Worker:
         n = world.n
         self.member = Member("job", ticket, rank, tuple(range(n)), joins, EVICT_AFTER, world.clock, _firsts[n])
         self.joins = joins
-        self.ballots = Ballots(self.member, "job/ballots")
+        self.calls = Collectives(self.member, "job/votes")
         self.links = set() if joins else {0}
         self.inbox: set[tuple] = set()
         self.wanted: list[tuple[int, int]] = []  # (newcomer's ticket, number): copies of my state
@@ -153,12 +159,15 @@ class Worker:
         self.flight: Flight | None = None
         self.parked: Any = None  # a condition that the loop waits for
         self.parked_since = 0.0
+        self.pauses = 0.0  # it looks for votes again at this time, or when one is cast
         self.ticking = False
         self.next_tick = 0.0
-        self.collectives = 0
+        self.counts: dict[int, int] = {}  # of each link, collectives that were tried
+        self.voters: tuple[int, ...] = ()
         self.step = 0
         self.apart_since: float | None = None
         self.error: str | None = None
+        self.evicted = False
         self.finished = False
         self.leads = False
         self.main = self.script()
@@ -190,14 +199,14 @@ class Worker:
         """Rules of the membership thread, until they must wait."""
         world, member = self.world, self.member
         while True:
-            part, gone = member.part, member._gone.get(member.part.epoch)
+            part, losses = member.part, member.losses(member.part.epoch)
             try:
                 effect = rules.send(result)
             except StopIteration as end:
                 then(end.value)
                 self.poke()
                 return
-            if member.part is not part or member._gone.get(member.part.epoch) is not gone:
+            if member.part is not part or member.losses(member.part.epoch) is not losses:
                 self.poke()
             if type(effect) is Build:
                 world.build(self, effect.roster)
@@ -228,8 +237,9 @@ class Worker:
                 if type(effect) is float:
                     world.after(effect, self, lambda: self.run(None))
                     return
-                if type(effect) is Pause:
-                    world.after(max(0.01, effect.seconds), self, lambda: self.run(None))
+                if type(effect) is Pause:  # looking again is no use before a vote is cast, or something is heard
+                    self.pauses = until = world.now + 1.0
+                    world.after(1.0, self, lambda until=until: self.look_again(until))
                     return
                 if world.store_up and world.rng.random() < 0.6:
                     result = world.store_does(effect)
@@ -240,14 +250,21 @@ class Worker:
             self.finished = True
             world.ended(self)
         except GossamerError as error:
-            self.error = str(error)
+            self.error, self.evicted = str(error), isinstance(error, Evicted)
             self.finished = True
             world.failed(self)
 
     def poke(self) -> None:
         """The loop looks again whether what it waits for has come."""
+        if self.pauses and self.alive and not self.stopped:
+            self.look_again(self.pauses)
         if self.parked is not None and self.alive and not self.stopped and self.parked():
             self.parked = None
+            self.run(None)
+
+    def look_again(self, until: float) -> None:
+        if self.pauses == until:
+            self.pauses = 0.0
             self.run(None)
 
     def timed_out(self, condition: Any) -> None:
@@ -255,34 +272,42 @@ class Worker:
             raise Violation(f"a wait does not end: rank {self.rank} (ticket {self.ticket}) at step {self.step}")
 
     def script(self) -> Generator:
-        world, member = self.world, self.member
+        world = self.world
         if self.joins:
             yield from self.join()
         while self.step < world.last:
             if self.was_stopped and world.impatient and self.ticket in world.dead_in_log():
                 break  # its time is up, as on Slurm: it goes to the last collective at once
-            yield from self.before()
-            world.began(self)
-            epoch, members = member.part.epoch, member.members[member.part.epoch]
-            if len(members) > 1:
-                m, me = len(members), members.index(self.ticket)
-                tag = ("step", self.step)
-                if world.slices:
-                    others = [k for k in range(m) if k != me]
-                    flight = Flight(self, epoch, tag, others, others, True)
-                else:
-                    shift = 1 if world.ring else 2 ** (self.step % max(1, (m - 1).bit_length()))
-                    flight = Flight(self, epoch, tag, [(me + shift) % m], [(me - shift) % m], False)
-                yield world.rng.random() * world.compute
-                yield from self.wait(flight)
-                self.check_apart(flight)
-            else:
-                yield world.rng.random() * world.compute
-            self.step += 1
-            if self.step % world.every == 0 and self.step < world.last:
-                yield from self.collective("mean()")
+            try:
+                yield from self.once()
+            except Evicted:
+                if world.impatient:
+                    raise  # as in a script that knows nothing of it
         yield from self.collective("average_()")
-        self.leads = self.rank == member.part.roster.ranks[member.members[member.part.epoch][0]]
+        self.leads = self.ticket == self.voters[0]
+
+    def once(self) -> Generator:
+        """A step, and what a script does after it."""
+        world, member = self.world, self.member
+        yield from self.before()
+        epoch, members = member.part.epoch, member.members[member.part.epoch]
+        if len(members) > 1:
+            m, me = len(members), members.index(self.ticket)
+            tag = ("step", self.step)
+            if world.slices:
+                others = [k for k in range(m) if k != me]
+                flight = Flight(self, epoch, tag, others, others, True)
+            else:
+                shift = 1 if world.ring else 2 ** (self.step % max(1, (m - 1).bit_length()))
+                flight = Flight(self, epoch, tag, [(me + shift) % m], [(me - shift) % m], False)
+            yield world.rng.random() * world.compute
+            yield from self.wait(flight)
+            self.check_apart(flight)
+        else:
+            yield world.rng.random() * world.compute
+        self.step += 1
+        if self.step % world.every == 0 and self.step < world.last:
+            yield from self.collective("mean()")
 
     def before(self) -> Generator:
         member = self.member
@@ -294,13 +319,12 @@ class Worker:
             yield lambda: not member.part.held(self.step) or member.evicted
         if member.evicted:
             ticket = (yield Add(TICKETS, 1)) - 1
-            self.world.renamed(self, ticket)
             member.renamed(ticket)
             self.links = set()
             yield from self.join()
             return
         if member.part.due(self.step):
-            self.collectives = 0
+            self.counts = {member.part.roster.epoch: 512}
         member.take(member.part.begun(self.step))
 
     def join(self) -> Generator:
@@ -317,7 +341,7 @@ class Worker:
             raise GossamerError("can't join: the job has ended without it")
         self.step = member.step = member.part.roster.start
         member.take(member.part.begun(self.step))
-        self.collectives = 0
+        self.counts = {member.part.epoch: 512}
 
     @property
     def shut_out(self) -> bool:
@@ -330,21 +354,12 @@ class Worker:
         self.wanted = []
 
     def wait(self, flight: Flight) -> Generator:
-        self.flight = flight
-
         def landed() -> bool:
             flight.look()
             return flight.done
 
         yield landed
         self.flight = None
-        members = self.member.members[flight.epoch]
-        peers = frozenset(flight.needs) | frozenset(flight.sends)
-        for peer in waiting.at_the_end(peers, frozenset(flight.lost), self.member.expired()):
-            flight.lost.add(peer)
-            self.member.lose(flight.epoch, peer, "we were away")
-            self.tick_at(0.01)
-        assert members
 
     def check_apart(self, flight: Flight) -> None:
         world = self.world
@@ -360,31 +375,29 @@ class Worker:
 
     def collective(self, what: str) -> Generator:
         member, world = self.member, self.world
-        epoch = member.part.epoch
-        members = member.members[epoch]
-        if len(members) == 1:
-            world.returned(self, (epoch, self.collectives), frozenset(members))
-            return
-        rules = self.ballots.complete(epoch, tuple(range(len(members))), lambda: self.collectives, what, TIMEOUT)
+        rules = self.calls.complete(what, TIMEOUT)
         value: frozenset[int] | None = None
         result: Any = None
         while True:
             try:
                 effect = rules.send(result)
-            except StopIteration:
+            except StopIteration as end:
+                self.voters = end.value
                 break
             if type(effect) is Fly:
-                self.collectives += 1
+                tag = self.counts[effect.epoch] = self.counts.get(effect.epoch, 0) + 1
                 me = member.place(effect.epoch)
                 others = [k for k in effect.places if k != me]
-                flight = Flight(self, effect.epoch, ("collective", self.collectives), others, others, True)
+                flight = Flight(self, effect.epoch, ("collective", tag), others, others, True)
                 yield from self.wait(flight)
                 tickets = frozenset(member.members[effect.epoch][k] for k in effect.places)
-                value = tickets if not flight.lost.intersection(effect.places) else None
-                result = frozenset(flight.lost)
+                result = not flight.lost.intersection(effect.places)
+                value = tickets if result else None
             else:
+                if type(effect) is Pause:
+                    self.hand_out()
                 result = yield effect
-        world.returned(self, (epoch, self.collectives), value)
+        world.returned(self, (self.calls._epoch, self.calls._calls), value)
 
 
 class World:
@@ -408,6 +421,7 @@ class World:
         self.builds: dict[int, dict[int, Worker]] = {}
         self.results: dict[Any, frozenset[int] | None] = {}
         self.last_fault = 0.0
+        self.running = self.n
         self.history: list[str] = []
         self.workers = [Worker(self, rank, rank, False) for rank in range(self.n)]
         self._faults()
@@ -423,7 +437,7 @@ class World:
 
     def run(self) -> None:
         queue = self._queue
-        while queue:
+        while queue and self.running:
             self.now, _, worker, act = heapq.heappop(queue)
             if worker is not None:
                 if not worker.alive:
@@ -457,17 +471,23 @@ class World:
             key, value = effect
             if key not in store:
                 store[key] = value
-                if key.startswith("job/log/"):
-                    self._logged(value)
+                self._logged(value) if key.startswith("job/log/") else self._voted()
             return store[key]
         if kind is Put:
             store[effect.key] = effect.value
+            if effect.key.startswith("job/votes/"):
+                self._voted()
         elif kind is Add:
             store[effect.key] = store.get(effect.key, 0) + effect.amount
             return store[effect.key]
         elif kind is Drop:
             store.pop(effect.key, None)
         return None
+
+    def _voted(self) -> None:
+        for worker in self.workers:
+            if worker.pauses:
+                self.after(self.rng.random() * 0.03, worker, worker.poke)
 
     def _logged(self, text: str) -> None:
         self._log.append(text)
@@ -484,20 +504,22 @@ class World:
     # --- Connections ------------------------------------------------------------------------------------------------------
 
     def by_ticket(self, ticket: int) -> Worker | None:
-        return next((w for w in reversed(self.workers) if w.ticket == ticket), None)
+        for worker in reversed(self.workers):
+            if worker.member.ticket == ticket:
+                return worker
+        return None
 
     def alive(self, ticket: int) -> bool:
         worker = self.by_ticket(ticket)
         return worker is not None and worker.alive and not worker.finished
 
+    def connected(self, epoch: int, a: int, b: int) -> bool:
+        return self.alive(a) and self.alive(b) and (epoch, min(a, b), max(a, b)) not in self.broken
+
     def send(self, epoch: int, sender: int, receiver: int, message: tuple) -> None:
         other = self.by_ticket(receiver)
+        assert other is not None
         pair = (epoch, min(sender, receiver), max(sender, receiver))
-        if other is None or not other.alive or other.finished or pair in self.broken:
-            worker = self.by_ticket(sender)
-            if worker is not None:
-                self.after(self.rng.random() * 0.1, worker, lambda: self._errors(worker, epoch, receiver))
-            return
 
         def arrive() -> None:
             if pair not in self.broken:
@@ -509,12 +531,8 @@ class World:
     def _errors(self, worker: Worker, epoch: int, ticket: int) -> None:
         """The worker's operations with that peer raise an error."""
         flight = worker.flight
-        if flight is not None and flight.epoch == epoch and not flight.done:
-            members = worker.member.members[epoch]
-            if ticket in members:
-                flight.broke(members.index(ticket))
-                worker.tick_at(0.01)
-                worker.poke()
+        if flight is not None and flight.epoch == epoch and ticket in worker.member.members[epoch]:
+            flight.broke(worker.member.members[epoch].index(ticket))
 
     def cut(self, worker: Worker) -> None:
         """Its process has ended: the others' operations with it raise, and what comes later too."""
@@ -543,7 +561,7 @@ class World:
             return
         worker.links.add(number)
         member.members[number] = proposal.members
-        member.count_gone()
+        member.count_losses()
         donors = member.donors[number]
         if worker.ticket not in donors:
             worker.wanted += [(q, number) for q, donor in donors.items() if donor == worker.ticket]
@@ -556,24 +574,22 @@ class World:
         if worker is not None and worker.alive:
 
             def arrive() -> None:
-                if number in worker.links and worker.ticket == newcomer:
-                    worker.member.built = number
-                    worker.tick_at(0.01)
+                if worker.ticket != newcomer or worker.member.void(number):
+                    return
+                if number not in worker.links:  # its group does not stand yet
+                    self.after(0.1, worker, arrive)
+                    return
+                worker.member.built = number
+                worker.tick_at(0.01)
 
             self.after(self.rng.random() * 0.2, worker, arrive)
 
     # --- What the workers saw ---------------------------------------------------------------------------------------------
 
-    def began(self, worker: Worker) -> None:
-        pass
-
-    def renamed(self, worker: Worker, ticket: int) -> None:
-        pass
-
     def returned(self, worker: Worker, call: Any, value: frozenset[int] | None) -> None:
         if value is None:
             raise Violation(f"rank {worker.rank} returns memory that was never filled, in collective {call}")
-        if worker.member.evicted:
+        if worker.ticket not in worker.voters:
             raise Violation(f"rank {worker.rank} was evicted, and returns a value in collective {call}")
         before = self.results.setdefault(call, value)
         if before != value:
@@ -583,15 +599,13 @@ class World:
 
     def ended(self, worker: Worker) -> None:
         """It has finished, or ended with an error."""
+        self.running -= 1
         self.cut(worker)
         self.after(self.rng.random() * 0.1, None, lambda: self._tell(worker.ticket, "has finished"))
 
     def failed(self, worker: Worker) -> None:
-        if (
-            "ended without it" not in (worker.error or "")
-            and "was away" not in (worker.error or "")
-            and "evicted" not in (worker.error or "")
-        ):
+        """An error is right for a worker that was away, or that came when the others were done; for no other."""
+        if not worker.evicted and "ended without it" not in (worker.error or ""):
             raise Violation(f"rank {worker.rank} is lost: {worker.error}")
         self.ended(worker)
 
@@ -600,7 +614,8 @@ class World:
         if not done:
             raise Violation("no worker has finished")
         leaders = [w.rank for w in done if w.leads]
-        if len(leaders) != 1:
+        first = self.by_ticket(done[0].voters[0])
+        if len(leaders) != 1 and (first is None or first.alive):  # killed before it could do what the first one does
             raise Violation(f"ranks {leaders} lead, of {[w.rank for w in done]} that have finished")
 
     # --- Faults -----------------------------------------------------------------------------------------------------------
@@ -614,15 +629,20 @@ class World:
             self.after(at, None, fault)
 
     def _victim(self) -> Worker | None:
-        living = [w for w in self.workers if w.alive and not w.finished]
-        return self.rng.choice(living) if len(living) > 1 and len(living) > self.n - 2 else None
+        """One, if another is left that has the state of training, and runs."""
+        dead = self.dead_in_log()
+        living = [w for w in self.workers if w.alive and not w.finished and w.member.part.epoch >= 0 and w.ticket not in dead]
+        return (
+            self.rng.choice(living) if len(living) > max(1, self.n - 2) and not any(w.stopped for w in self.workers) else None
+        )
 
     def kill(self) -> None:
         worker = self._victim()
-        if worker is None or any(w.stopped for w in self.workers):
+        if worker is None:
             return
         self.last_fault = self.now
         worker.alive = False
+        self.running -= 1
         self.cut(worker)
         self.after(self.rng.random() * 0.3, None, lambda: self._tell(worker.ticket, "was killed"))
         if self.restarts:
@@ -642,6 +662,7 @@ class World:
         if not any(w.alive and not w.finished for w in self.workers):
             return
         self.store[TICKETS] += 1
+        self.running += 1
         self.workers.append(Worker(self, rank, self.store[TICKETS] - 1, True))
 
     def stop(self) -> None:

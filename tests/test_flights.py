@@ -9,6 +9,7 @@ import pytest
 from gossamer import flights
 from gossamer.flights import Flight, Traffic, Waiter
 from gossamer.links import Tag
+from gossamer.waiting import Losses
 
 
 class Row:
@@ -37,16 +38,11 @@ class Network:
         if row.broken:
             raise RuntimeError("connection closed")
 
-    def gone(self, _):
-        return self.lost
-
-    doubtful = gone
+    def losses(self, _):
+        return Losses(self.lost)
 
     def lose(self, *_):
         pass
-
-    def expired(self):
-        return False
 
     def say(self, _):
         pass

@@ -293,15 +293,15 @@ def test_a_death_during_a_change_makes_it_void_for_all_at_the_same_place():
 def test_broken_connections_between_the_living_are_made_anew():
     lost = FIVE.apply(Event("lost", 1, 0, peer=3))
     assert lost.proposal is None
-    assert lost.broken == {1, 3}
+    assert lost.lost_pairs(0) == {(1, 3)}
     anew = lost.apply(Event("renew", 1, 0))
     assert anew.proposal.members == FIVE.members
     failed = anew.apply(Event("failed", 3, 1))
     assert failed.proposal.number == 2
     again = agreed(failed)
     assert again.members == FIVE.members
-    assert not again.broken
-    assert again.doubtful(0) == {1, 3}  # some may still be in the old epoch
+    assert not again.lost_pairs(again.epoch)
+    assert again.lost_pairs(0) == {(1, 3)}  # some may still be in the old epoch
     assert again.proposal is None
 
 

@@ -3,7 +3,7 @@
 from gossamer import graphs
 from gossamer.accum_adam import AccumAdam, AccumAdamW
 from gossamer.decay import decay_groups
-from gossamer.errors import GossamerError
+from gossamer.errors import Evicted, GossamerError
 from gossamer.graphs import Graph
 from gossamer.learning_rates import Constant, InverseSqrt, LearningRate, StepDecay, WarmupCosine
 from gossamer.optim import Recipe
@@ -22,6 +22,7 @@ __all__ = [
     "DecentralizedDataParallel",
     "EpochRecord",
     "Evaluation",
+    "Evicted",
     "Fixed",
     "GossamerError",
     "Graph",

@@ -53,7 +53,7 @@ class Build(NamedTuple):
 
 
 class Fly(NamedTuple):
-    """Do a collective once, with these places of the epoch's link. The result is those whose rows did not come."""
+    """Do a collective once, with these places of the epoch's link. The result is whether all of it came."""
 
     epoch: int
     places: tuple[int, ...]

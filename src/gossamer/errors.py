@@ -3,3 +3,7 @@
 
 class GossamerError(ValueError):
     """Something the caller can put right. The command line prints it as one line, without a traceback."""
+
+
+class Evicted(GossamerError):
+    """This worker was silent for too long, and the others have gone on without it. With its next training step it joins them again."""

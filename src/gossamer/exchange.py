@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from gossamer import waiting
-from gossamer.effects import Fly
 from gossamer.errors import GossamerError
 from gossamer.flights import Flight, Guard, Stage, Traffic, Waiter, Works, first_line
 from gossamer.links import Link, Message, Tag
 
+_LATER = 512  # collectives of a link before its epoch begins are counted from 0, those after from here: newcomers know nothing of the first
 _BLIND = 8  # marks messages of when nobody knows who takes part; there are no further epochs then
 
 
@@ -45,6 +45,7 @@ class Exchange:
         self.living: tuple[int, ...] = tuple(range(link.size))  # those of the link's ranks that take part, in order
         self.traffic = Traffic()
         self.collectives = 0
+        self._early: dict[int, int] = {}  # the same, of epochs that have not begun
         self._calls = 0  # the same, but for those that were done again
         self._parts: dict[bool, tuple[Tag, dict[tuple[int, bool], int]]] = {}
         # Two, so that steps and collectives do not wait for each other: workers may call mean() at different points of a step.
@@ -170,30 +171,38 @@ class Exchange:
         return everyone if self.complete(start, what) else self.reachable(row, what)
 
     def complete(self, start: Callable[[], Flight], what: str) -> bool:
-        """A collective. With a guard, all who live have it in the end, or none: if somebody is lost, ``start`` is called again with
-        fewer ``living``. False if nobody can say any more who lives: then it is for :meth:`reachable`."""
-        guard, everyone = self.guard, self.living
+        """A collective. With a guard, all members that live have it in the end, or it is an error: if one is lost, ``start`` is called
+        again, with fewer ``living``, and perhaps on another link. False if no worker can say any more who lives: then it is for
+        :meth:`reachable`."""
+        guard = self.guard
         self._calls += 1
-        if guard is None or self.size == 1:
+        if guard is None or self.link.alone:
             start().wait()
             return True
+        home = self.link, self.living, self.collectives
 
-        def fly(once: Fly) -> frozenset[int]:
-            self.living = once.places
+        def fly(link: Link, places: tuple[int, ...]) -> bool:
+            if link is not self.link:  # of an epoch that begins later, or back
+                self.collectives = home[2] if link is home[0] else self._early.setdefault(link.epoch, 0)
+            self.link, self.living = link, places
             flight = start()
+            if link is not home[0]:
+                self._early[link.epoch] = self.collectives
             flight.wait()
-            return frozenset(flight.lost)
+            return not flight.lost.intersection(places)
 
         try:
-            return guard.complete(self.link, everyone, lambda: self.collectives, what, fly)
+            return guard.complete(what, home[0].timeout, fly)
         finally:
-            self.living = everyone
+            if self.link is home[0]:
+                home = (*home[:2], self.collectives)
+            self.link, self.living, self.collectives = home
 
     def reachable(self, row: Tensor, what: str) -> Tensor:
         """The rows of those whom I can reach, mine among them, ``[some, …]`` in the order of ranks. For when the members can't agree any
         more: no row depends on who else takes part, so what comes is right; but two workers may have heard different ones."""
         assert self.guard is not None
-        link, lost = self.link, self.guard.gone(self.link)
+        link, lost = self.link, self.guard.losses(self.link).gone
         here = [q for q in range(link.size) if q not in lost or q == link.rank]
         rows = row.new_empty(len(here), row.numel())
         rows[here.index(link.rank)] = row
@@ -260,7 +269,7 @@ class Exchange:
             self._on_stream(flight, outgoing, incoming, then)
             return flight
         if self.guard is not None:
-            given_up = waiting.at_start(flight.essential, self.guard.gone(flight.link), self.guard.doubtful(flight.link))
+            given_up = waiting.at_start(flight.essential, flight.peers, self.guard.losses(flight.link))
             flight.lost |= given_up.lost
             if given_up.in_vain:
                 flight.submitted = True
@@ -334,7 +343,8 @@ class Exchange:
 
     def change(self, link: Link) -> None:
         """Another group, of the next epoch. Nothing is on its way."""
-        self.link, self.living, self.collectives = link, tuple(range(link.size)), 0
+        self.link, self.living, self.collectives = link, tuple(range(link.size)), _LATER
+        self._early = {}
         self._departures = []
         self.limbo = [flight for flight in self.limbo if not flight.link.closed]
 

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from gossamer import waiting
-from gossamer.effects import Fly
 from gossamer.errors import GossamerError
 from gossamer.links import Link, Message, Tag
+from gossamer.waiting import Losses
 
 if TYPE_CHECKING:
     from gossamer.exchange import Exchange
@@ -48,25 +48,18 @@ class Guard(Protocol):
     def blind(self) -> bool:
         """Whether the members can't agree any more on who they are."""
 
-    def gone(self, link: Link) -> frozenset[int]:
-        """Nothing comes from these any more."""
-
-    def doubtful(self, link: Link) -> frozenset[int]:
-        """Those, and whoever has lost one of the others: it gives up what it can't do without them."""
+    def losses(self, link: Link) -> Losses:
+        """Which of its ranks, and which connections."""
 
     def lose(self, link: Link, rank: int, why: str) -> None:
         """The connection to one of them broke."""
 
-    def complete(
-        self, link: Link, everyone: tuple[int, ...], number: Callable[[], int], what: str, fly: Callable[[Fly], frozenset[int]]
-    ) -> bool:
-        """A collective of these places, of which ``fly`` does one try: whether all who live have it. False if nobody can say who lives."""
+    def complete(self, what: str, timeout: float, fly: Callable[[Link, tuple[int, ...]], bool]) -> bool:
+        """A collective. ``fly(link, places)`` does one try, and says whether all of it came. False if the store is gone: then no worker can
+        say who lives."""
 
     def close(self, why: str) -> None:
         """We leave."""
-
-    def expired(self) -> bool:
-        """Whether we ourselves were away for so long that the others may have gone on without us."""
 
 
 @dataclass
@@ -157,6 +150,10 @@ class Flight:
         """Whether one is lost without whom all of it is worth nothing. Others may be lost too: of another group of the same Round."""
         return not self.lost.isdisjoint(self.essential)
 
+    @property
+    def peers(self) -> frozenset[int]:
+        return frozenset(message.peer for message in self.kept)
+
     def land(self) -> None:
         self.work = None
         self.ended = time.perf_counter()
@@ -172,12 +169,6 @@ class Flight:
             self._wait(began)
         if self.error is not None:
             raise self.failure(first_line(self.error)) from None
-        guard = self.exchange.guard
-        if guard is not None and guard.expired():
-            peers = frozenset(message.peer for message in self.kept)
-            for peer in waiting.at_the_end(peers, frozenset(self.lost), expired=True):
-                self.lost.add(peer)
-                guard.lose(self.link, peer, "we were away")
         if not self.counted:
             self.counted = True
             traffic = self.exchange.traffic
@@ -226,7 +217,7 @@ class Flight:
             return
         flight = waiter.current or self  # perhaps one before us
         given_up = waiting.while_waiting(
-            flight.essential, frozenset(flight.lost), flight.peer, guard.gone(flight.link), guard.doubtful(flight.link)
+            flight.essential, flight.peers, frozenset(flight.lost), flight.peer, guard.losses(flight.link)
         )
         if given_up is None:
             return

@@ -83,6 +83,8 @@ class Link:
     ``start``: under ``gossamer launch``, what is known about the other processes.
     """
 
+    alone = False
+
     def __init__(
         self,
         store: Any,
@@ -249,6 +251,8 @@ class Link:
 
 class Alone(Link):
     """Of one who has not joined yet."""
+
+    alone = True
 
     def _meet(self, where: str, failed: str) -> None:
         pass

@@ -11,13 +11,12 @@ import json
 from collections.abc import Callable
 
 from gossamer.effects import Add, Build, Claim, Look, Put, Rules
-from gossamer.roster import Event, Part, Roster, decode, encode
+from gossamer.roster import FINISHED, Event, Part, Roster, decode, encode
 from gossamer.seats import ENDS, ended_key
+from gossamer.waiting import NONE, Losses
 
 BEAT = 1.0  # seconds between two heartbeats
 DOUBT = 2.5  # seconds after which a lost peer that still beats is taken to live
-
-_NONE: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
 
 
 class Member:
@@ -50,13 +49,11 @@ class Member:
         self.again = False  # somebody else wrote into the log first: tick at once
         self.lost: dict[tuple[int, int], tuple[float, str]] = {}  # (epoch, ticket) -> when the connection broke, and why
         self._told: set[tuple[int, int]] = set()
-        self._gone: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
+        self._losses: dict[int, Losses] = {}
         self._seen: dict[int, tuple[str, float]] = {}  # of each member its last heartbeat, and when it came
         self._beats, self._beaten = 0, float("-inf")
-        now = clock()
-        self._looked = self._ticked = now
+        self._looked = self._ticked = clock()
         self._ends = 0
-        self.lease = now + evict_after
 
     def take(self, part: Part) -> None:
         self.part = part
@@ -73,44 +70,49 @@ class Member:
         self.lost, self._beaten, self._seen = {}, float("-inf"), {}
         self.step = -1
         self.take(Part(ticket, self.part.roster, epoch=-1, step=-1))
+        self.count_losses()
 
     # --- For flights: who is lost ------------------------------------------------------------------------------------------
 
     def place(self, epoch: int) -> int:
         return self.members[epoch].index(self.ticket)
 
-    def names(self, epoch: int) -> tuple[int, ...]:
-        return tuple(self.part.roster.ranks[q] for q in self.members[epoch])
-
-    def gone(self, epoch: int) -> frozenset[int]:
-        return self._gone.get(epoch, _NONE)[0]
-
-    def doubtful(self, epoch: int) -> frozenset[int]:
-        return self._gone.get(epoch, _NONE)[1]
+    def losses(self, epoch: int) -> Losses:
+        return self._losses.get(epoch, NONE)
 
     def lose(self, epoch: int, place: int, why: str) -> None:
         members = self.members.get(epoch)
         if members is not None:
             self.lost.setdefault((epoch, members[place]), (self.clock(), why))
-            self.count_gone()
+            self.count_losses()
 
-    def expired(self) -> bool:
-        return self.clock() > self.lease and not self.blind
-
-    def count_gone(self) -> None:
-        """Of each epoch, whose places are lost, and which are in doubt."""
-        roster = self.part.roster
+    def count_losses(self) -> None:
+        """Of each epoch. A peer that has lost me is gone for me too: it sends nothing any more, and waits for nothing of mine."""
+        roster, me = self.part.roster, self.ticket
         for epoch, members in self.members.items():
-            lost = {q for q in members if q in roster.dead or (epoch, q) in self.lost}
-            doubt = lost | roster.doubtful(epoch)
-            gone, doubtful = (frozenset(k for k, q in enumerate(members) if q in some) for some in (lost, doubt))
-            self._gone[epoch] = (gone, doubtful)
+            pairs = {*roster.lost_pairs(epoch), *((me, q) for e, q in self.lost if e == epoch)}
+            gone = {q for q in members if q in roster.dead} | {q for pair in pairs if me in pair for q in pair}
+            place = {q: k for k, q in enumerate(members)}
+            self._losses[epoch] = Losses(
+                frozenset(place[q] for q in gone - {me} if q in place),
+                frozenset((place[a], place[b]) for a, b in pairs if a in place and b in place),
+                self.evicted,
+            )
+
+    @property
+    def orphaned(self) -> bool:
+        """It came when the others were at the end: all that could have taken it in have finished before its first step."""
+        newcomers, roster = self.donors.get(self.part.epoch, {}), self.part.roster
+        if self.ticket not in newcomers:
+            return False
+        hosts = [q for q in self.members[self.part.epoch] if q not in newcomers]
+        return all(q in roster.dead for q in hosts) and any(roster.why.get(q) == FINISHED for q in hosts)
 
     def forget(self, keep: set[int]) -> None:
         """Epochs that are long over."""
         for number in [number for number in self.members if number not in keep and number < self.part.epoch - 2]:
             del self.members[number]
-            self._gone.pop(number, None)
+            self._losses.pop(number, None)
 
     # --- Every now and then ------------------------------------------------------------------------------------------------
 
@@ -119,7 +121,9 @@ class Member:
         self.again = False
         away, self._ticked = now - self._ticked, now
         if away > max(2.0, self.evict_after / 4):
-            self._seen = {}  # it was me who was away, so nobody can be blamed for having been silent
+            # This worker was away, or the store was silent: no other worker can be blamed for having said nothing.
+            self._seen = {}
+            self.lost = {key: (now, why) for key, (_, why) in self.lost.items()}
         yield from self.read_log()
         if self.asks and self.ticket not in self.part.roster.ranks:
             yield from self._append(Event("join", self.ticket, rank=self.rank))
@@ -127,8 +131,6 @@ class Member:
             self._beats, self._beaten = self._beats + 1, now
             yield Put(self.beat_key(self.ticket), f"{self._beats} {self.step}")
             yield from self.read_log()
-            if not self.evicted:
-                self.lease = now + self.evict_after
         if self.evicted:
             return
         yield from self._look_for_ends()
@@ -151,10 +153,12 @@ class Member:
             proposal, roster = self.part.roster.proposal, self.part.roster
             if proposal is not None and proposal.number not in self.donors:
                 self.donors[proposal.number] = {q: roster.donor(q) for q in roster.newcomers()}
-        self.count_gone()
+        self.count_losses()
 
     def _append(self, event: Event) -> Rules[bool]:
         """If somebody else was first, it is tried again after a look at what they had to say."""
+        if self.evicted:
+            return False  # it has no say any more
         text = json.dumps(encode(event))
         written = (yield Claim(self._log_key, text)) == text
         self.again = self.again or not written
@@ -183,7 +187,10 @@ class Member:
             self._ends = ends
 
     def _look_at_beats(self, now: float) -> Rules[None]:
+        """Only members evict: so at least one that can go on is left."""
         roster = self.part.roster
+        if self.ticket not in roster.members:
+            return
         for q in {*roster.members, *roster.asking} - roster.dead - {self.ticket}:
             beat = (yield Look(self.beat_key(q))) or ""
             if q not in self._seen or self._seen[q][0] != beat:

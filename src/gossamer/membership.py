@@ -22,13 +22,14 @@ from collections.abc import Callable
 from typing import Any
 
 from gossamer import handover
-from gossamer.collectives import Ballots
+from gossamer.collectives import Collectives
 from gossamer.effects import Build, Fly, Pause, Result, Rules, in_store
 from gossamer.errors import GossamerError
 from gossamer.links import Link
 from gossamer.member import Member
 from gossamer.roster import Change, Roster
 from gossamer.seats import TICKETS, Seat, successor_key
+from gossamer.waiting import Losses
 
 _LOOK, _BUSY = 0.1, 0.01  # seconds between two looks at the log; while a change is under way
 _PAUSE = 1.0  # seconds before a group that could not be built is tried again
@@ -54,7 +55,7 @@ class Membership:
         self.member = Member(
             name, seat.ticket, seat.rank, tuple(range(seat.size)), link is None, seat.evict_after, time.monotonic
         )
-        self._ballots = Ballots(self.member, f"{name}/ballots")
+        self._collectives = Collectives(self.member, f"{name}/votes")
         self._links: dict[int, Link] = {} if link is None else {0: link}
         self._retired: list[tuple[float, Link]] = []
         self._lock = threading.Condition()
@@ -67,7 +68,7 @@ class Membership:
         self._thread = threading.Thread(target=self._run, name="gossamer-membership", daemon=True)
         self._thread.start()
 
-    def _carry_out(self, rules: Rules[Result], fly: Callable[[Fly], frozenset[int]] | None = None) -> Result:
+    def _carry_out(self, rules: Rules[Result], fly: Callable[[Fly], bool] | None = None) -> Result:
         """Run rules with the real store. They have the lock; what they ask for is done without it."""
         result: Any = None
         while True:
@@ -82,6 +83,8 @@ class Membership:
                         self._lock.notify_all()
             result = None
             if isinstance(effect, Pause):
+                if self._wanted:  # in a collective parameters do not change, so a newcomer need not wait for its end
+                    self._hand_out()
                 time.sleep(effect.seconds)
             elif isinstance(effect, Build):
                 self._start_helper(self._build, effect.roster, name="gossamer-group")
@@ -230,33 +233,40 @@ class Membership:
 
     # --- For flights: who is lost ------------------------------------------------------------------------------------------
 
-    def gone(self, link: Link) -> frozenset[int]:
-        return self.member.gone(link.epoch)
-
-    def doubtful(self, link: Link) -> frozenset[int]:
-        return self.member.doubtful(link.epoch)
+    def losses(self, link: Link) -> Losses:
+        return self.member.losses(link.epoch)
 
     def lose(self, link: Link, rank: int, why: str) -> None:
         with self._lock:
             self.member.lose(link.epoch, rank, why)
         self._wake.set()
 
-    def expired(self) -> bool:
-        return self.member.expired()
-
     @property
     def blind(self) -> bool:
         return self.store_gone is not None
 
-    def complete(
-        self, link: Link, everyone: tuple[int, ...], number: Callable[[], int], what: str, fly: Callable[[Fly], frozenset[int]]
-    ) -> bool:
-        """A collective; see :class:`Ballots`."""
+    def complete(self, what: str, timeout: float, fly: Callable[[Link, tuple[int, ...]], bool]) -> bool:
+        """A collective; see :class:`Collectives`. False if the store is gone."""
+        if self.blind:
+            return False
+
+        def once(effect: Fly) -> bool:
+            with self._lock:
+                link = self._links[effect.epoch]
+            return fly(link, effect.places)
+
         try:
-            return self._carry_out(self._ballots.complete(link.epoch, everyone, number, what, link.timeout), fly)
+            self._carry_out(self._collectives.complete(what, timeout), once)
         except RuntimeError as error:
             self._without_store(error)
-        return False
+            return False
+        return True
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of the workers that take part now, as all of them agreed in the last change or collective."""
+        ranks = self.roster.ranks
+        return tuple(ranks[q] for q in self._collectives.voters)
 
     @property
     def roster(self) -> Roster:
@@ -317,7 +327,7 @@ class Membership:
             link = self._open_group(number, members.index(member.ticket), names, abandoned)
             with self._lock:
                 self._links[number], member.members[number] = link, members
-                member.count_gone()
+                member.count_losses()
             if member.ticket in donors:
                 state = handover.receive(link, members.index(donors[member.ticket]))
                 with self._lock:

@@ -84,6 +84,7 @@ class DecentralizedDataParallel(Wrapper):
         **ddps: object,
     ) -> None:
         super().__init__()
+        self._survival: Survival | None = None  # under gossamer launch, from gossip() on
         refuse_ddps([*ddps, *(["device_ids"] if isinstance(graph, (list, tuple)) else [])])
         if order is not None:
             check_choice("order", order, ("awc", "atc"))
@@ -127,7 +128,6 @@ class DecentralizedDataParallel(Wrapper):
         self._stretch: Stretch | None = None  # inside uneven()
         self._stretches = 0
         self._also: Mapping[str, Any] = {}
-        self._survival: Survival | None = None  # under gossamer launch, from gossip() on
         self._averaged = False  # inside consensus()
         self._momentum = momentum.Shared(self._flat, self._mixer) if self.schedule.shares_momentum else None
         self._warned = False
@@ -153,19 +153,27 @@ class DecentralizedDataParallel(Wrapper):
         return self._seat is not None and self._seat.joins
 
     @property
+    def _joining(self) -> bool:
+        """Whether this worker does not take part yet: it does so from its first training step on."""
+        return self._joins and (self._survival is None or self._survival.joining)
+
+    @property
     def size(self) -> int:
         """How many workers take part now."""
+        if self._survival is not None:
+            return len(self._survival.members)
         return self._exchange.size if self._exchange else 1
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks of the workers that take part now. Under ``gossamer launch`` they may change, before any step."""
+        """The ranks of the workers that take part now. Under ``gossamer launch`` they may change before any step, and in each collective
+        (``mean()``, ``consensus()``, ``average_()``, ``save()``), after which they are the same on all workers that have its result."""
         return self._survival.members if self._survival is not None else tuple(range(self.size))
 
     @property
     def leads(self) -> bool:
         """Whether this is the first of them: for what one worker does for all, such as saving. Rank 0 may be gone."""
-        return self.rank == self.members[0]
+        return self.rank == self.members[0] and not self._joining
 
     @property
     def changes(self) -> list[Change]:
@@ -440,6 +448,11 @@ class DecentralizedDataParallel(Wrapper):
     def average_(self) -> None:
         """Parameters and floating-point buffers become their mean over the workers, for good. All workers call it."""
         self._refuse_alone("average_()")
+        if self._joining:
+            raise GossamerError(
+                f"rank {self.rank} can't average: it has not joined the others, which it does in its first training step; "
+                "the job may have ended without it"
+            )
         self._refuse_averaged("average_()")
         self._refuse_busy("average_()")
         self._flat.check()
@@ -499,11 +512,21 @@ class DecentralizedDataParallel(Wrapper):
         self._refuse_averaged("save()")
         self._refuse_busy("save()")
         self._flat.check()
+        if self._joining:
+            print(f"gossamer: rank {self.rank} has not joined the others yet, and saves nothing", flush=True)
+            return
         state = self._capture(also or {})
         with self.consensus():
             averaged = {name: t.clone() for name, t in self.state_dict().items() if isinstance(t, Tensor)}
-        setup = self._setup() | self._signature()
-        shards.save(Path(folder), self.steps, state, setup, averaged if self.leads else None, self._exchange)
+        while True:
+            members = self.members
+            setup, place = self._setup() | self._signature(), members.index(self.rank)
+            shards.write(Path(folder), self.steps, place, len(members), state, setup, None if place else averaged)
+            if self._exchange is not None:
+                self._exchange.gather(torch.zeros(1), "save()")
+            if self.members == members:
+                break  # otherwise a worker died meanwhile, and there would be no whole set of files
+        shards.prune(Path(folder), self.steps)
 
     @torch.inference_mode(False)
     def load(self, folder: Path | str, also: Mapping[str, Any] | None = None) -> bool:

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+FINISHED = "has finished"  # why a worker is gone that has done all it had to do
 LEAD = 8  # steps that a worker may go on without knowing when the change happens
 
 What = Literal["join", "dead", "lost", "renew", "failed", "built", "at"]
@@ -72,9 +73,9 @@ class Roster:
     proposal: Proposal | None = None
     dead: frozenset[int] = frozenset()
     asking: frozenset[int] = frozenset()  # want to join
-    # (epoch, who): lost somebody in it, or were lost. Kept when the next is agreed on: until all are in that, who comes to a step later
-    # must give up the same transfers as who came to it before.
-    doubts: frozenset[tuple[int, int]] = frozenset()
+    # (epoch, ticket, ticket): these two have no connection any more. Kept when the next epoch is agreed on: until all are in that, a worker
+    # that comes to a step later must give up the same transfers as those that came to it before.
+    lost: frozenset[tuple[int, int, int]] = frozenset()
     numbers: int = 0  # proposals so far
     renewing: bool = False  # though the members stay the same
     lead: int = LEAD
@@ -86,13 +87,8 @@ class Roster:
     def living(self) -> tuple[int, ...]:
         return tuple(q for q in self.members if q not in self.dead)
 
-    def doubtful(self, epoch: int) -> frozenset[int]:
-        return frozenset(q for e, q in self.doubts if e == epoch)
-
-    @property
-    def broken(self) -> frozenset[int]:
-        """In doubt in the epoch that was last agreed on."""
-        return self.doubtful(self.epoch)
+    def lost_pairs(self, epoch: int) -> frozenset[tuple[int, int]]:
+        return frozenset((a, b) for e, a, b in self.lost if e == epoch)
 
     def donor(self, newcomer: int) -> int:
         """Who gives a newcomer its state: the next old member, in the order of the proposal. Several newcomers ask different ones."""
@@ -115,7 +111,7 @@ class Roster:
             case "dead" if who not in self.dead:
                 after = replace(self, dead=self.dead | {who}, asking=self.asking - {who}, why={**self.why, who: event.why})
             case "lost":
-                after = replace(self, doubts=self.doubts | {(event.epoch, who), (event.epoch, event.peer)})
+                after = replace(self, lost=self.lost | {(event.epoch, min(who, event.peer), max(who, event.peer))})
             case "renew" if event.epoch == self.epoch and open_ is None:
                 after = replace(self, renewing=True)
             case "failed" if here:

@@ -40,7 +40,6 @@ class Survival:
     ) -> None:
         self.seat, self.exchange, self.mixer, self.planned = seat, exchange, mixer, planned
         self.schedule = planned
-        self.members: tuple[int, ...] = (seat.rank,) if seat.joins else tuple(range(seat.size))
         self.joining = seat.joins
         _models.append(self)
         self._refuse_several()
@@ -60,6 +59,11 @@ class Survival:
         link = Link(self.seat.connect(), place, len(names), self._timeout, number, self.exchange.link.name, abandoned)
         link.names = names
         return link
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks, as all of them agreed in the last change or collective. None but itself while a worker joins."""
+        return (self.seat.rank,) if self.joining else self._membership.members
 
     def position(self) -> int:
         """About the step that the others are in."""
@@ -94,7 +98,6 @@ class Survival:
     def _take_part(self, change: Change, link: Link) -> None:
         self.exchange.change(link)
         self.mixer.resize()
-        self.members = change.members
         self.schedule, note = rebuilt(self.planned, len(change.members), self.schedule)
         self.mixer.step = change.step
         self.planned.note(change.step, f"{self.schedule.describe()} over {len(change.members)}", change.describe() + note)

@@ -4,33 +4,49 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-_NOBODY: frozenset[int] = frozenset()
+Pairs = frozenset[tuple[int, int]]
+
+
+class Losses(NamedTuple):
+    """What a worker knows to be lost among the places of a link. ``gone``: nothing comes from these, and nothing is sent to them.
+    ``pairs``: these two have no connection, so each gives up what needs both. ``evicted``: the others have gone on without the worker
+    itself."""
+
+    gone: frozenset[int] = frozenset()
+    pairs: Pairs = frozenset()
+    evicted: bool = False
+
+    def hopeless(self, essential: frozenset[int]) -> frozenset[int]:
+        """Of the places that all need each other, those that make it in vain."""
+        apart = {place for pair in self.pairs if essential.issuperset(pair) for place in pair}
+        return (self.gone & essential) | apart
+
+
+NONE = Losses()
 
 
 class GivenUp(NamedTuple):
-    """``lost``: peers whose rows are not waited for any more. ``in_vain``: without them all of the flight is worth nothing."""
+    """``lost``: peers whose rows are not waited for any more. ``in_vain``: all of the flight ends at once."""
 
     lost: frozenset[int]
     in_vain: bool
 
 
-def at_start(essential: frozenset[int], gone: frozenset[int], doubtful: frozenset[int]) -> GivenUp:
-    """Before anything is sent. In vain, and the others know it as well."""
-    doubt = doubtful & essential
-    return GivenUp(gone | doubt, bool(doubt))
+def at_start(essential: frozenset[int], peers: frozenset[int], losses: Losses) -> GivenUp:
+    """Before anything is sent. If it is in vain, the others know that as well."""
+    if losses.evicted:
+        return GivenUp(peers, True)
+    hopeless = losses.hopeless(essential)
+    return GivenUp(losses.gone | hopeless, bool(hopeless))
 
 
 def while_waiting(
-    essential: frozenset[int], lost: frozenset[int], peer: int, gone: frozenset[int], doubtful: frozenset[int]
+    essential: frozenset[int], peers: frozenset[int], lost: frozenset[int], peer: int, losses: Losses
 ) -> GivenUp | None:
     """``peer``: whose row the flight waits for now; ``lost``: what it knows to be lost. None: wait on."""
-    doubt = doubtful & essential
-    if doubt or not lost.isdisjoint(essential):
-        return GivenUp(doubt, True)
-    return GivenUp(gone, False) if peer in gone else None
-
-
-def at_the_end(peers: frozenset[int], lost: frozenset[int], expired: bool) -> frozenset[int]:
-    """What else is lost when everything has come: if the others did not go on without us, they have what we throw away, and all must
-    begin anew together."""
-    return peers - lost if expired else _NOBODY
+    if losses.evicted:
+        return GivenUp(peers, True)
+    hopeless = losses.hopeless(essential)
+    if hopeless or not lost.isdisjoint(essential):
+        return GivenUp(hopeless, True)
+    return GivenUp(losses.gone, False) if peer in losses.gone else None
