@@ -1030,6 +1030,30 @@ def a_checkpoint_that_some_workers_lost_is_an_error(world):
         model.save(folder, also={"odd": Odd()})
 
 
+@case(2)
+def a_damaged_file_is_left_for_the_step_before_it_by_all(world):
+    folder = world.folder / "damaged"
+    model = world.model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.gossip(optimizer)
+    for step in range(2):
+        train(world, model, optimizer, 1, step)
+        model.save(folder)
+    dist.barrier()
+    if world.rank == 1:
+        path = folder / "step-000000002.rank-1-of-2.ckpt"
+        path.write_bytes(path.read_bytes()[:-3] + b"abc")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert model.load(folder)
+    assert model.steps == 1
+    assert [str(w.message) for w in warned if "checksum" in str(w.message)] if world.rank else not warned
+    other = world.model()
+    other.gossip(torch.optim.AdamW(other.parameters(), 0.1))
+    with pytest.raises(GossamerError, match="the optimizers .SGD there, AdamW here."):
+        other.load(folder)
+
+
 # --- Profiles -----------------------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from gossamer.dbench.store import FILE, Store
 from tests import workers
 from tests.commands import inside
 
@@ -84,6 +85,27 @@ def test_killed_as_a_whole_it_goes_on_and_ends_the_same(spec, alone, tmp_path):
     workers.run_ok(2, bench(spec, out))
     for one, many in zip(alone, results(out), strict=True):
         assert all(near(one[key], many[key]) for key in one), (one, many)
+
+
+def test_damaged_checkpoints_of_all_processes_begin_the_run_anew(spec, alone, tmp_path):
+    out = tmp_path / "out"
+    processes = workers.start(2, bench(spec, out))
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and len(list(out.glob("checkpoints/*/*.ckpt"))) < 2:
+        time.sleep(0.01)
+    for process in processes:
+        process.kill()
+    workers.finish(processes)
+    for path in out.glob("checkpoints/*/*rank-1-of-2.ckpt"):
+        path.write_bytes(path.read_bytes()[:-4])
+    workers.run_ok(2, bench(spec, out))
+    for one, many in zip(alone, results(out), strict=True):
+        assert all(near(one[key], many[key]) for key in one), (one, many)
+    store = Store(out / FILE)
+    notes = [text for run in store.runs() for _, text in store.notes(run.id)]
+    assert len(notes) == 1
+    assert "can't be read, and no other step is there for all 2" in notes[0]
+    assert list(out.glob("checkpoints/*.damaged/*rank-1-of-2.ckpt"))
 
 
 def test_a_number_of_replicas_that_does_not_divide_is_said_in_one_line(spec, tmp_path):

@@ -85,7 +85,7 @@ def load(
     place, size = (exchange.rank, exchange.size) if exchange else (0, 1)
     files = _files(folder)
     mine = _Mine(folder, place, size, layout, device)
-    rows = _everyone([*mine.right], [*mine.damaged], _newest_other(files, size), exchange)
+    rows = _everyone(sorted(mine.right), sorted(mine.damaged), _newest_other(files, size), exchange)
     common = set(rows[0].right).intersection(*(row.right for row in rows[1:]))
     other = max((row.other for row in rows), default=(-1, 0))
     if not common:
@@ -99,7 +99,7 @@ def load(
             f"{folder} holds step {other[0]} of {other[1]} workers, and {step} is the last step of {size} workers; start with "
             f"-n {other[1]} to go on from {other[0]}, or remove the files *-of-{other[1]}.ckpt to go on from {step}; {INSTEAD}"
         )
-    found = mine.right[step]
+    found = mine.take(step)
     _refuse_together(_problem(found, setup, layout, check, _path(folder, step, place, size)), exchange)
     assert isinstance(found, Snapshot)
     for newer in (s for s in mine.right if s > step):
@@ -111,23 +111,35 @@ def load(
 
 
 class _Mine:
-    """The files of this worker, each read in full: step by step a snapshot (or why this Gossamer can't take it), or the damage."""
+    """The files of this worker, each read in full. ``right``: those that are not damaged; the newest one's content is kept."""
 
     def __init__(self, folder: Path, place: int, size: int, layout: Layout, device: torch.device | str) -> None:
-        self.right: dict[int, Snapshot | GossamerError] = {}
+        self.read = lambda step: _read(_path(folder, step, place, size), step, layout, device)
+        self.right: dict[int, Snapshot | GossamerError | None] = {}
         self.damaged: dict[int, Unreadable] = {}
-        steps = sorted(file.step for file in _files(folder) if (file.rank, file.size) == (place, size))
-        for step in steps[-_LISTED:]:
-            path = _path(folder, step, place, size)
+        steps = {file.step for file in _files(folder) if (file.rank, file.size) == (place, size)}
+        for step in sorted(steps)[: -_LISTED - 1 : -1]:
             try:
-                found = snapshot.load(path, layout, device)
-                if found.step != step:
-                    raise Unreadable(f"{path} is damaged: it is of step {found.step}, and its name is not")
-                self.right[step] = found
+                found = self.read(step)
+                self.right[step] = None if self.right else found
             except Unreadable as error:
                 self.damaged[step] = error
-            except GossamerError as error:
-                self.right[step] = error
+
+    def take(self, step: int) -> Snapshot | GossamerError:
+        return self.right[step] or self.read(step)
+
+
+def _read(path: Path, step: int, layout: Layout, device: torch.device | str) -> Snapshot | GossamerError:
+    """A state, or why this Gossamer can't take it though it is not damaged."""
+    try:
+        found = snapshot.load(path, layout, device)
+    except Unreadable:
+        raise
+    except GossamerError as error:
+        return error
+    if found.step != step:
+        raise Unreadable(f"{path} is damaged: it is of step {found.step}, and its name is not")
+    return found
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections import OrderedDict
@@ -99,7 +100,8 @@ def restore(
             thing.load_state_dict(saved)
         except Exception as error:  # a person's own load_state_dict may raise anything
             for back in reversed(undo):
-                back()
+                with contextlib.suppress(Exception):  # what refuses its own state of before does not hold up the others
+                    back()
             reason = " ".join(str(error).split()) or type(error).__name__
             raise GossamerError(f"{where} does not fit: {what} refuses its state: {reason}") from error
     return dict(state["signals"])

@@ -115,7 +115,9 @@ class Survival:
 
     def _unpack(self, data: bytes) -> None:
         tensors, header = checkpoint.loads(data)
-        theirs, mine = header.get("signature", {}), self._signature
+        theirs, mine = header.get("signature"), self._signature
+        if not isinstance(theirs, dict):
+            raise checkpoint.Unreadable("the state that was sent is damaged: it has no signature")
         differ = next((key for key in {**theirs, **mine} if theirs.get(key) != mine.get(key)), None)
         if differ is not None:
             raise GossamerError(
