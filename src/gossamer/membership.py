@@ -254,6 +254,20 @@ class Membership:
             self.member.lose(link.epoch, rank, why)
         self._wake.set()
 
+    def shut_out(self, timeout: float) -> bool:
+        member, now = self.member, time.monotonic()
+        if now < member.lease and (member.quiet or not member.evicted):  # nearly always: no lock
+            return False
+        with self._lock:
+            self._wake.set()
+            while member.uncertain(now):
+                self._lock.wait(0.1)
+                if time.monotonic() > now + timeout:
+                    raise GossamerError(
+                        f"rank {self.seat.rank}: the store has not answered for {timeout:g} s; is the host of the first launcher reachable?"
+                    )
+            return self.evicted
+
     @property
     def blind(self) -> bool:
         return self.store_gone is not None
@@ -301,6 +315,8 @@ class Membership:
                 if self._anew:
                     self._take_new_ticket(store)
                 self._carry_out(self.member.tick(), store)
+                with self._lock:
+                    self._lock.notify_all()
                 self._retire(time.monotonic())
                 if not self.member.again:
                     self._wake.wait(_LOOK if self.roster.proposal is None else _BUSY)
