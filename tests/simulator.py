@@ -322,7 +322,7 @@ class Worker:
             yield from self.join()
             return
         if member.part.due(self.step):
-            self.counts = {member.part.roster.epoch: 512}
+            self.counts = {member.part.roster.epoch: 64}
         member.take(member.part.begun(self.step))
 
     def join(self) -> Generator:
@@ -346,7 +346,7 @@ class Worker:
             raise GossamerError("can't join: the job has ended without it")
         self.step = member.step = member.part.roster.start
         member.take(member.part.begun(self.step))
-        self.counts = {member.part.epoch: 512}
+        self.counts = {member.part.epoch: 64}
 
     @property
     def shut_out(self) -> bool:

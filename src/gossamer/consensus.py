@@ -70,7 +70,7 @@ def broadcast(flat: Flat, exchange: Exchange) -> None:
 def hand_over(flat: Flat, exchange: Exchange, source: int, to: list[int]) -> None:
     """Those in ``to`` get the parameters and buffers of ``source``. All take part, so that all count alike."""
     for t in [block.x[0] for block in flat.blocks] + flat.rest():
-        tag = exchange.collective_tag()
+        tag = exchange.collective_tag("uneven()")
         sent = t.contiguous().flatten()
         row = sent.view(torch.uint8)
         if exchange.rank == source:

@@ -65,18 +65,21 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Tag:
-    """31 bits, as gloo takes them: 4 of the epoch, 1 for the kind, 10 of the step or number of the collective, 16 for the part."""
+    """31 bits, as gloo takes them: 4 of the epoch, 1 for a collective, 10 of the step (or 7 of the collective's number and 3 of its
+    kind, so that ``save()`` on one worker does not pair with ``average_()`` on another), 16 for the part."""
 
     epoch: int
     collective: bool
     number: int
+    kind: int = 0
 
     PARTS = 1 << 16
 
     def part(self, k: int) -> int:
         if k >= self.PARTS:
             raise GossamerError(f"a step of more than {self.PARTS} messages between two workers; use a larger chunk")
-        return (self.epoch % 16) << 27 | int(self.collective) << 26 | (self.number % 1024) << 16 | k
+        number = self.number % 128 << 3 | self.kind if self.collective else self.number % 1024
+        return (self.epoch % 16) << 27 | int(self.collective) << 26 | number << 16 | k
 
 
 class Link:

@@ -16,7 +16,7 @@ from torch import Tensor
 from gossamer import codec, mixing
 from gossamer.blocks import Block
 from gossamer.errors import GossamerError
-from gossamer.exchange import Between, Exchange
+from gossamer.exchange import Between, Exchange, poisoned
 from gossamer.flights import Flight
 from gossamer.links import Tag
 from gossamer.movement import Movement, mean_of_codes
@@ -339,14 +339,14 @@ class Mixer:
 
         def start() -> Flight:
             nonlocal out
-            out = torch.empty_like(row)  # anew, in case what was lost still comes
+            out = poisoned(row, 1)[0]  # anew, in case what was lost still comes
             everyone = Mean(exchange.size)
             return exchange.slices(
                 row.unsqueeze(0),
                 out.unsqueeze(0),
                 range(exchange.size),
                 lambda x, y: mixing.mix(everyone, x, y),
-                exchange.collective_tag(),
+                exchange.collective_tag(what),
                 what=what,
             )
 
