@@ -5,7 +5,6 @@ only be finished when all living members of one's epoch have begun it in the sam
 workers that disagreed about the epoch of a step would wait for each other for ever, and the search would find that.
 """
 
-import json
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gossamer.roster import Event, Part, Roster, decode, encode
+from gossamer.roster import Event, Part, Roster, parsed, written
 from gossamer.schedules import rebuilt, schedule
 
 
@@ -328,7 +327,7 @@ def test_whatever_comes_the_dead_are_not_in_a_proposal_and_steps_only_grow(entri
     roster = FIVE
     for what, who, epoch, step in entries:
         event = Event(what, who, epoch, step, rank=who % 5, peer=(who + 1) % 5)
-        assert decode(json.loads(json.dumps(encode(event)))) == event
+        assert parsed(written(event)) == event
         after = roster.apply(event)
         assert after.epoch >= roster.epoch
         assert after.numbers >= roster.numbers

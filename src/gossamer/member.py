@@ -7,11 +7,10 @@ Each :class:`Member` is resumed by one caller at a time; ``membership.py`` holds
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 from gossamer.effects import Add, Build, Claim, Look, Put, Rules
-from gossamer.roster import FINISHED, Event, Part, Roster, decode, encode
+from gossamer.roster import FINISHED, Event, Part, Roster, parsed, written
 from gossamer.seats import ENDS, ended_key
 from gossamer.waiting import NONE, Losses
 
@@ -96,6 +95,9 @@ class Member:
     def count_losses(self) -> None:
         """Of each epoch. A peer that has lost me is gone for me too: it sends nothing any more, and waits for nothing of mine."""
         roster, me = self.part.roster, self.ticket
+        if not (roster.dead or roster.lost or self.lost):
+            self._losses = {}
+            return
         for epoch, members in self.members.items():
             pairs = {*roster.lost_pairs(epoch), *((me, q) for e, q in self.lost if e == epoch)}
             gone = {q for q in members if q in roster.dead} | {q for pair in pairs if me in pair for q in pair}
@@ -152,7 +154,7 @@ class Member:
     def read_log(self) -> Rules[None]:
         events = []
         while (entry := (yield Look(self._log_key))) is not None:
-            events.append(decode(json.loads(entry)))
+            events.append(parsed(entry))
             self.read += 1
         self.log_was_read = True
         if not events:
@@ -168,11 +170,11 @@ class Member:
         """If somebody else was first, it is tried again after a look at what they had to say."""
         if self.evicted:
             return False  # it has no say any more
-        text = json.dumps(encode(event))
-        written = (yield Claim(self._log_key, text)) == text
-        self.again = self.again or not written
+        text = written(event)
+        first = (yield Claim(self._log_key, text)) == text
+        self.again = self.again or not first
         yield from self.read_log()
-        return written
+        return first
 
     def leave(self, why: str) -> Rules[None]:
         """Say that I am gone."""

@@ -16,9 +16,11 @@ per change and none per step. ``tests/test_roster.py`` tries all interleavings.
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 FINISHED = "has finished"  # why a worker is gone that has done all it had to do
 LEAD = 8  # steps that a worker may go on without knowing when the change happens
@@ -225,10 +227,12 @@ class Change:
         return f"step {self.step}: workers {', '.join(map(str, self.members))} go on" + "".join(f", {p}" for p in parts)
 
 
-def encode(event: Event) -> dict[str, Any]:
+def written(event: Event) -> str:
+    """As an entry of the log."""
     blank = Event(event.what, event.who)
-    return {key: value for key, value in event._asdict().items() if key in ("what", "who") or value != getattr(blank, key)}
+    return json.dumps({k: v for k, v in event._asdict().items() if k in ("what", "who") or v != getattr(blank, k)})
 
 
-def decode(entry: dict[str, Any]) -> Event:
-    return Event(**entry)
+@functools.lru_cache(maxsize=4096)
+def parsed(entry: str) -> Event:
+    return Event(**json.loads(entry))
