@@ -241,8 +241,8 @@ def _longest_step(job: Job, begin: float, end: float, without: list[int]) -> flo
 
 
 def _shares(total: int, most: int) -> list[int]:
-    """``total`` in parts of at most ``most``, as equal as they can be."""
-    parts = -(-total // most)
+    """``total`` in parts of at most ``most``, as equal as they can be; one part for each graph at least, if ``total`` is large enough."""
+    parts = max(-(-total // most), min(total, len(GRAPHS)))
     return [total // parts + (k < total % parts) for k in range(parts)]
 
 
