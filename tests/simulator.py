@@ -318,9 +318,6 @@ class Worker:
         while member.part.held(self.step) and not member.evicted:
             yield lambda: not member.part.held(self.step) or member.evicted
         if member.evicted:
-            ticket = (yield Add(TICKETS, 1)) - 1
-            member.renamed(ticket)
-            self.links = set()
             yield from self.join()
             return
         if member.part.due(self.step):
@@ -334,9 +331,16 @@ class Worker:
 
         def is_in() -> bool:
             roster = member.part.roster
-            return (roster.epoch in self.links and member.ticket in roster.members) or self.shut_out
+            return (roster.epoch in self.links and member.ticket in roster.members) or self.shut_out or member.evicted
 
-        yield is_in
+        while True:
+            yield is_in
+            if not member.evicted:
+                break
+            ticket = (yield Add(TICKETS, 1)) - 1
+            member.renamed(ticket)
+            self.links = set()
+            self.tick_at(0.01)
         if self.shut_out:
             raise GossamerError("can't join: the job has ended without it")
         self.step = member.step = member.part.roster.start
@@ -345,8 +349,7 @@ class Worker:
 
     @property
     def shut_out(self) -> bool:
-        member = self.member
-        return member.evicted or (member.log_was_read and not member.part.roster.living)
+        return self.member.log_was_read and not self.member.part.roster.living
 
     def hand_out(self) -> None:
         for newcomer, number in self.wanted:

@@ -24,6 +24,7 @@ from gossamer import waiting
 from gossamer.errors import GossamerError
 from gossamer.flights import Flight, Guard, Stage, Traffic, Waiter, Works, first_line
 from gossamer.links import Link, Message, Tag
+from gossamer.roster import FINISHED
 
 _LATER = 512  # collectives of a link before its epoch begins are counted from 0, those after from here: newcomers know nothing of the first
 _BLIND = 8  # marks messages of when nobody knows who takes part; there are no further epochs then
@@ -326,15 +327,23 @@ class Exchange:
         Then the threads that wait end. They must not be left in gloo's wait: woken there while the interpreter goes down, they
         can't get back into Python, and the whole process aborts.
         """
+        _open.discard(self)
         for flight in self._departures if orderly and not self.failed else ():
-            with contextlib.suppress(GossamerError):  # whoever is gone does not need it
+            with contextlib.suppress(GossamerError):  # a receiver that is gone does not need it
                 flight.wait()
         for flight in self.limbo:
             flight.link.close()
         for waiter in self._waiters.values():
             waiter.end()
         if self.guard is not None:
-            self.guard.close("has finished" if orderly else "ended with an error")
+            self.guard.close(FINISHED if orderly else "ended with an error")
+
+    def drop(self) -> None:
+        """Its model is gone, or closed: give back threads, descriptors and memory, now and not when the process ends."""
+        if all(flight.done.is_set() for flight in self._departures):
+            self.close(orderly=True)
+            self.link.discard()
+            self._departures, self.limbo, self._parts = [], [], {}
 
     def guarded(self, guard: Guard) -> None:
         """From now on somebody watches over the members; told when the process ends."""
@@ -357,7 +366,6 @@ def _close_all() -> None:
     orderly = not hasattr(sys, "last_value")  # set if an exception ends the process: then others are not waited for
     for exchange in list(_open):
         exchange.close(orderly)
-    _open.clear()
 
 
 def columns(width: int, members: int, k: int, unit: int = 1) -> slice:

@@ -6,6 +6,8 @@ newcomer takes over the state of one who is in, and the person's callback hears 
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +24,18 @@ from gossamer.schedules import Schedule, rebuilt
 from gossamer.seats import Seat
 from gossamer.state import LAYOUT
 
-_models: list[Survival] = []  # of this process
+_models: weakref.WeakSet[Survival] = weakref.WeakSet()  # of this process
+
+
+def open_group(
+    seat: Seat, name: str, timeout: float, number: int, place: int, names: tuple[int, ...], abandoned: Callable[[], bool]
+) -> Link:
+    """The group of an epoch."""
+    # On a connection of its own: gloo waits on it for those who have to come, up to 10 s, and nothing else gets through meanwhile.
+    # If one of them dies, the next group must not wait for that.
+    link = Link(seat.connect(), place, len(names), timeout, number, name, abandoned)
+    link.names = names
+    return link
 
 
 class Survival:
@@ -41,24 +54,24 @@ class Survival:
         self.seat, self.exchange, self.mixer, self.planned = seat, exchange, mixer, planned
         self.schedule = planned
         self.joining = seat.joins
-        _models.append(self)
+        _models.add(self)
         self._refuse_several()
         self.changes: list[Change] = []
         self.on_change: Callable[[Change], object] | None = None
         self._capture, self._restore, self._signature = capture, restore, signature
         self._timeout = exchange.link.timeout
-        first = exchange.link
-        self._membership = Membership(seat, first.name, None if self.joining else first, self._open_group, self._copied)
+        first, me = exchange.link, weakref.ref(self)  # the thread of the membership must not keep a model that is dropped
+
+        def copied() -> Callable[[], bytes]:
+            here = me()
+            assert here is not None
+            return here._copied()
+
+        opened = functools.partial(open_group, seat, first.name, self._timeout)
+        self._membership = Membership(seat, first.name, None if self.joining else first, opened, copied)
         exchange.guarded(self._membership)
         if not self.joining:
             seat.announce_training()
-
-    def _open_group(self, number: int, place: int, names: tuple[int, ...], abandoned: Callable[[], bool]) -> Link:
-        # On a connection of its own: gloo waits on it for those who have to come, up to 10 s, and nothing else gets through meanwhile.
-        # If one of them dies, the next group must not wait for that.
-        link = Link(self.seat.connect(), place, len(names), self._timeout, number, self.exchange.link.name, abandoned)
-        link.names = names
-        return link
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -80,7 +93,7 @@ class Survival:
                 return step
             self.joining = True
             self._refuse_several()
-            membership.rejoin()
+            membership.rejoin(self._timeout)
         change, link = membership.join(self._timeout, self._unpack)
         self.seat.announce_training()
         self.joining = False
