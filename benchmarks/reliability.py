@@ -188,17 +188,14 @@ def _kill(kills: int, graph: str, rng: random.Random, job: Job, found: dict[str,
 
 
 def pauses(repeats: int, rng: random.Random, longest: float) -> Iterator[dict[str, Any]]:
-    targets: list[str] = []
+    targets = [target for _ in range(0, repeats, len(TARGETS)) for target in rng.sample(TARGETS, len(TARGETS))]
+    plan = iter([(target, longest ** rng.random()) for target in targets])  # now: the jobs draw from rng too
     for k, some in enumerate(_shares(repeats, PAUSES_PER_JOB)):
-        graph = GRAPHS[k % len(GRAPHS)]
-        plan = []
-        for _ in range(some):
-            targets = targets or rng.sample(TARGETS, len(TARGETS))  # all of them equally often
-            plan.append((targets.pop(), longest ** rng.random()))
+        graph, mine = GRAPHS[k % len(GRAPHS)], list(itertools.islice(plan, some))
         launch = ["-n", str(N), str(SCRIPTS / "train.py"), graph, "."]
         launch += ["--mean", "10"] if k // len(GRAPHS) % 2 else []  # with collectives in every second round of the graphs
-        shown = ", ".join(f"{target} {seconds:.1f} s" for target, seconds in plan)
-        yield record(graph, shown, [launch], functools.partial(_pause, plan, rng))
+        shown = ", ".join(f"{target} {seconds:.1f} s" for target, seconds in mine)
+        yield record(graph, shown, [launch], functools.partial(_pause, mine, rng))
 
 
 def _pause(plan: list[tuple[str, float]], rng: random.Random, job: Job, found: dict[str, Any]) -> list[str]:
@@ -222,7 +219,7 @@ def _pause(plan: list[tuple[str, float]], rng: random.Random, job: Job, found: d
         found["pauses"].append({"target": target, "seconds": round(seconds, 2), "together": together, "held": held})
     wrong = job.finish()
     more, found["checked"] = look_at_logs(job.logs())
-    found["evictions"] = sum(result["evictions"] for result in job.results().values())
+    found["rejoined"] = sum(result["rejoined"] for result in job.results().values())
     return wrong + more
 
 
@@ -280,7 +277,7 @@ def tell(job: dict[str, Any], number: int) -> None:
         more = f"; {len(job['kills'])} kills, together again after up to {max(job['returns'], default=0):.1f} s"
     if "pauses" in job:
         shown = [f"{pause['together']:.1f}" for pause in job["pauses"]]
-        more = f"; together again after {', '.join(shown)} s; {job.get('evictions', '?')} evictions"
+        more = f"; together again after {', '.join(shown)} s; {job.get('rejoined', '?')} workers were evicted and joined again"
     verdict = "as promised" if not job["wrong"] else "BROKEN: " + "; ".join(job["wrong"])
     print(f"{number:3}. {job['kind']}, {job['what']}: {verdict} ({job['seconds']:.0f} s{more})", flush=True)
     if job["wrong"]:

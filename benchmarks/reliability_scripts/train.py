@@ -41,7 +41,8 @@ class Worker:
     """``out``: the job's folder. ``every``: the numbers of steps between two means, two consensus blocks, two saves; 0 for none."""
 
     def __init__(self, graph: str, out: Path, every: dict[str, int], pause: float) -> None:
-        self.out, self.every, self.pause, self.wrong = out, every, pause, 0
+        self.out, self.every, self.pause = out, every, pause
+        self.wrong = self.rejoined = 0
         torch.set_num_threads(1)
         self.log = open(out / f"{os.environ['RANK']}.{os.getpid()}.log", "ab", buffering=0)  # noqa: SIM115  (until the end)
         self.model = gossamer.DecentralizedDataParallel(Row(), graph)
@@ -57,6 +58,7 @@ class Worker:
 
     def changed(self, change: Change) -> None:
         if change.rejoined:  # the state that it took over is a few steps old
+            self.rejoined += 1
             self.row[:HALF] = change.step
 
     def write(self, kind: bytes, value: float = 0.0) -> None:
@@ -93,17 +95,16 @@ class Worker:
         return bool(self.every[what]) and self.model.steps % self.every[what] == 0
 
     def train(self) -> None:
-        evictions = 0
         while True:
             try:
                 self.step()
                 if self.model.steps >= self.last():
                     self.model.average_()
                     break
-            except gossamer.Evicted:  # with its next step it joins the others again
-                evictions += 1
+            except gossamer.Evicted:
+                continue  # with its next step it joins the others again
         self.check()
-        self.report(evictions=evictions, leads=self.model.leads)
+        self.report(rejoined=self.rejoined, leads=self.model.leads)
 
     def load(self) -> None:
         loaded = self.model.load(self.out / "kept")
