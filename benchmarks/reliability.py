@@ -1,8 +1,8 @@
 """Jobs under ``gossamer launch`` whose workers are killed and paused: does each end as promised?
 
-    python -m benchmarks.reliability scripts     # four small scenarios, 20 runs of each; about 20 minutes
+    python -m benchmarks.reliability scripts     # four small scenarios, 20 runs of each; about 30 minutes
     python -m benchmarks.reliability kills       # 30 times SIGKILL, with collectives in each step; about 8 minutes
-    python -m benchmarks.reliability pauses      # 30 times SIGSTOP for 1 to 60 s; about 25 minutes
+    python -m benchmarks.reliability pauses      # 30 times SIGSTOP for 1 to 60 s; about 20 minutes
 
 ``--busy 4`` runs four busy loops beside the jobs: races show more often on a loaded machine. ``--seed`` makes the choices the same again;
 the moments still depend on the machine. The exit code is 1 if a job did not end as promised. ``--out`` gets a record of each job.
@@ -174,7 +174,10 @@ def _kill(kills: int, graph: str, rng: random.Random, job: Job, found: dict[str,
             found["returns"].append(round(job.wait_together(TOGETHER_SECONDS), 2))
             continue
         victim = rng.choice(workers)
-        os.kill(victim.pid, signal.SIGKILL)
+        try:
+            os.kill(victim.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            raise BrokenPromise(f"rank {victim.rank} ended by itself") from None
         killed.add(victim.pid)
         found["kills"].append([round(time.time() - began, 2), victim.rank, job.step()])
         wrong += look_at_checkpoint(job)
@@ -204,6 +207,8 @@ def _pause(plan: list[tuple[str, float]], rng: random.Random, job: Job, found: d
     time.sleep(rng.uniform(1.0, 3.0))
     for k, (target, seconds) in enumerate(plan):
         workers, launcher = [log.pid for log in job.workers()], job.launchers[0].pid
+        if len(workers) < N:
+            raise BrokenPromise(f"{len(workers)} of {N} workers still run")
         pids = {"one worker": [rng.choice(workers)], "the launcher": [launcher], "all workers": workers}.get(target)
         pids = pids or [*workers, launcher]
         began = time.time()
@@ -277,7 +282,7 @@ def tell(job: dict[str, Any], number: int) -> None:
         more = f"; {len(job['kills'])} kills, together again after up to {max(job['returns'], default=0):.1f} s"
     if "pauses" in job:
         shown = [f"{pause['together']:.1f}" for pause in job["pauses"]]
-        more = f"; together again after {', '.join(shown)} s; {job.get('rejoined', '?')} workers were evicted and joined again"
+        more = f"; together again after {', '.join(shown)} s; evicted and joined again: {job.get('rejoined', '?')}"
     verdict = "as promised" if not job["wrong"] else "BROKEN: " + "; ".join(job["wrong"])
     print(f"{number:3}. {job['kind']}, {job['what']}: {verdict} ({job['seconds']:.0f} s{more})", flush=True)
     if job["wrong"]:
