@@ -436,6 +436,7 @@ class World:
         self.last = rng.randrange(2, 7)
         self.every = rng.choice((1, 1, 2, 3, 100))
         self.compute = rng.choice((0.02, 0.3, 1.0))
+        self.latency = rng.choice((0.05, 0.05, 0.5))
         self.restarts = rng.choice((0, 0, 2))
         self.impatient = rng.random() < 0.3
         self.store: dict[str, Any] = {TICKETS: self.n}
@@ -548,24 +549,20 @@ class World:
 
     def send(self, flight: Flight, place: int, receiver: int, message: tuple) -> None:
         other, epoch, sender = self.tickets[receiver], flight.epoch, message[3]
+        if self.half and (epoch, receiver, sender) in self.half:
+            return  # the receiver has closed the connection, and the sender does not know
 
         def arrive() -> None:
             if self.broken and (epoch, min(sender, receiver), max(sender, receiver)) in self.broken:
                 return
-            if (
-                self.half
-                and (not flight.done or place in flight.lost)
-                and {(epoch, sender, receiver), (epoch, receiver, sender)} & self.half
-            ):
-                return
             other.inbox.add(message)
             # The sender has given the receiver up, and changes its memory. (What it sends in the second stage lies elsewhere.)
-            if place in flight.lost and flight.stage == 0:
+            if place in flight.lost and flight.stage == 0 and (epoch, sender, receiver) not in self.half:
                 other.torn.add(message)
             if other.parked is not None:
                 other.poke()
 
-        self.after(self.rng.random() * 0.05, other, arrive)
+        self.after(self.rng.random() * self.latency, other, arrive)
 
     def _errors(self, worker: Worker, epoch: int, ticket: int) -> None:
         """The worker's operations with that peer raise an error."""
