@@ -76,17 +76,27 @@ class Exchange:
     # --- The two verbs ---------------------------------------------------------------------------------------------------
 
     def edges(
-        self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], tag: Tag, what: str = "step"
+        self,
+        outgoing: Sequence[tuple[int, Tensor]],
+        incoming: Sequence[tuple[int, Tensor]],
+        tag: Tag,
+        what: str = "step",
+        then: Sequence[Stage] = (),
     ) -> Flight:
-        """Rows ``[count, D]`` (or one, ``[D]``) to and from peers."""
-        return self._start(Flight(self, what, tag), self._messages(outgoing, tag, True), self._messages(incoming, tag, False))
+        """Rows ``[count, D]`` (or one, ``[D]``) to and from peers. ``then``: what the thread that waits does when all are there."""
+        out, into = self._messages(outgoing, tag, True), self._messages(incoming, tag, False)
+        return self._start(Flight(self, what, tag), out, into, then)
 
     def edges_apart(
-        self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], tag: Tag
+        self,
+        outgoing: Sequence[tuple[int, Tensor]],
+        incoming: Sequence[tuple[int, Tensor]],
+        tag: Tag,
+        then: Sequence[Stage] = (),
     ) -> tuple[Flight, Flight]:
         """As :meth:`edges`, but what leaves and what arrives are waited for apart: a slow receiver does not hold us."""
         out, into = self._messages(outgoing, tag, True), self._messages(incoming, tag, False)
-        arrivals = self._start(Flight(self, "step", tag), [], into)
+        arrivals = self._start(Flight(self, "step", tag), [], into, then)
         departures = self._start(Flight(self, "step", tag), out, [], later=True)
         self._departures = [flight for flight in self._departures if not flight.done.is_set()] + [departures]
         _open.add(self)
@@ -103,10 +113,12 @@ class Exchange:
         what: str = "step",
         between: Between | None = None,
         unit: int = 1,
+        then: Sequence[Stage] = (),
     ) -> Flight:
         """``out [r, D]`` <- my rows of ``apply`` over the rows of all members. ``apply(x, y)`` fills y from x, both
         ``[members · r, some columns]``, rows in the order of members; ``scratch`` is room for them. ``between``: an exchange
-        with others than the members before ``apply``, by edges, of what ``prepare(x)`` made. ``unit``: columns that must stay together."""
+        with others than the members before ``apply``, by edges, of what ``prepare(x)`` made.
+        ``unit``: columns that must stay together. ``then``: as for :meth:`edges`."""
         r, width = rows.shape
         me = members.index(self.rank)
         owned = [columns(width, len(members), k, unit) for k in range(len(members))]
@@ -130,7 +142,7 @@ class Exchange:
                 out[:, mine].copy_(y[place[me]])
             return self._post(flight, out_2, in_2)
 
-        later: list[Stage] = [give_back]
+        later: list[Stage] = [give_back, *then]
         if between is not None:
             prepare = between.prepare
             out_b, in_b = self._messages(between.outgoing, tag, True), self._messages(between.incoming, tag, False)
@@ -170,10 +182,10 @@ class Exchange:
 
         return everyone if self.complete(start, what) else self.reachable(row, what)
 
-    def complete(self, start: Callable[[], Flight], what: str) -> bool:
+    def complete(self, start: Callable[[], Flight], what: str, sound: Callable[[], bool] | None = None) -> bool:
         """A collective. With a guard, all members that live have it in the end, or it is an error: if one is lost, ``start`` is called
         again, with fewer ``living``, and perhaps on another link. False if no worker can say any more who lives: then it is for
-        :meth:`reachable`."""
+        :meth:`reachable`. ``sound``: with a guard, whether the result is of use; the worker that spoils it must leave."""
         guard = self.guard
         self._calls += 1
         if guard is None or self.link.alone:
@@ -189,7 +201,7 @@ class Exchange:
             if link is not home[0]:
                 self._early[link.epoch] = self.collectives
             flight.wait()
-            return not flight.lost.intersection(places)
+            return not flight.lost.intersection(places) and (sound is None or sound())
 
         try:
             return guard.complete(what, home[0].timeout, fly)

@@ -178,6 +178,12 @@ class Membership:
             member.take(member.part.begun(start))
             return self._change(start, rejoined=True)
 
+    def leave(self, why: str) -> None:
+        """I take no part any more. Then I am evicted, and may come back as new; not if the store is gone."""
+        if self.store_gone is None:
+            with contextlib.suppress(RuntimeError):
+                self._carry_out(self.member.leave(why))
+
     def rejoin(self) -> None:
         """I was evicted, and live: with a new ticket I am new."""
         with self._lock:

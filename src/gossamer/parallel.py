@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from gossamer import consensus, momentum, profile, scalers, shards
 from gossamer import state as state_of_worker
 from gossamer.blocks import Block
-from gossamer.errors import GossamerError
+from gossamer.errors import Diverged, GossamerError
 from gossamer.exchange import Exchange
+from gossamer.finite import Fault
 from gossamer.flat import Flat
 from gossamer.flights import Traffic
 from gossamer.gradients import Gradients
@@ -64,6 +65,7 @@ class DecentralizedDataParallel(Wrapper):
     - ``send_copy``: send from a copy, so that a slow receiver does not hold a fast sender; costs one pass over the parameters.
     - ``init``: ``"broadcast"`` gives everyone rank 0's values, as DDP does; ``"keep"`` leaves them.
     - ``timeout``: seconds without a word from a worker we wait for, after which it is an error.
+    - ``check_finite``: parameters of a worker that are not finite any more are not averaged, and are an error on that worker.
 
     Of DDP's other arguments (``device_ids`` …) each is refused with a word on what to do without it.
     """
@@ -81,6 +83,7 @@ class DecentralizedDataParallel(Wrapper):
         epochs: int | None = None,
         steps_per_epoch: int | None = None,
         timeout: float = 300.0,
+        check_finite: bool = True,
         **ddps: object,
     ) -> None:
         super().__init__()
@@ -102,6 +105,7 @@ class DecentralizedDataParallel(Wrapper):
             raise GossamerError("with graph='all-reduce' nobody can come back: all workers need all others in each step")
         self.rank = self._seat.rank if self._seat else link.rank if link else 0
         self._mixer = Mixer(self.size, self._exchange, wire, send_copy)
+        self._mixer.check_finite = check_finite
         planned = self._seat.size if self._seat else self.size
         self.schedule = schedule("complete" if self.averages_gradients else _per_host(graph), planned, (ALL_REDUCE, "auto"))
         self.order: Order = order or self.schedule.order
@@ -138,6 +142,7 @@ class DecentralizedDataParallel(Wrapper):
         if self._exchange is not None and not self._joins:
             self._agree(
                 {**self._setup(), "wire": wire, "init": init, "epochs": str(epochs), "steps_per_epoch": str(steps_per_epoch)}
+                | {"check_finite": str(check_finite)}
             )
             self._agree(self._flat.signature())
             if init == "broadcast":
@@ -249,6 +254,7 @@ class DecentralizedDataParallel(Wrapper):
                 lambda: self._capture(self._also),
                 lambda state: self._restore(state, "the state of the others", self._also),
                 {**signature, "wire": self._mixer.wire, "the optimizers": optimizers},
+                self._fault,
             )
             if seat.joins:
                 self.steps = self._survival.position()
@@ -311,11 +317,30 @@ class DecentralizedDataParallel(Wrapper):
             for block in self._in_flight:
                 self._mixer.finish_in_place(block)
         self._in_flight = None
+        if self._mixer.fault is not None:
+            self._leave(self._mixer.fault)
         if self._mixer.probe is not None and (sight := self._mixer.probe.taken()):
             self._current_schedule.observe(sight)
             self.schedule.succeed(self._current_schedule)
         if self._momentum is not None:
             self._momentum.share(self._gradients)
+
+    def _leave(self, fault: Fault) -> None:
+        """This worker has diverged. Under ``gossamer launch`` it comes back with the state of another one."""
+        if self._survival is not None:
+            self._survival.leave(fault)
+            return
+        self._mixer.fault = None
+        raise Diverged(
+            f"{fault.describe(self.rank)}; the other workers have not taken it over. A smaller learning rate or clipped gradients may "
+            "help; with check_finite=False such parameters are averaged like any others"
+        )
+
+    def _fault(self) -> Fault | None:
+        """What of my parameters is not finite."""
+        for block in self._flat.blocks:
+            self._mixer.look_for_fault(block, block.x[0])
+        return self._mixer.fault
 
     def _rate(self) -> float:
         """The learning rate; with several optimizers, or groups, the first one's stands for all."""
