@@ -76,27 +76,17 @@ class Exchange:
     # --- The two verbs ---------------------------------------------------------------------------------------------------
 
     def edges(
-        self,
-        outgoing: Sequence[tuple[int, Tensor]],
-        incoming: Sequence[tuple[int, Tensor]],
-        tag: Tag,
-        what: str = "step",
-        then: Sequence[Stage] = (),
+        self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], tag: Tag, what: str = "step"
     ) -> Flight:
-        """Rows ``[count, D]`` (or one, ``[D]``) to and from peers. ``then``: what the thread that waits does when all are there."""
-        out, into = self._messages(outgoing, tag, True), self._messages(incoming, tag, False)
-        return self._start(Flight(self, what, tag), out, into, then)
+        """Rows ``[count, D]`` (or one, ``[D]``) to and from peers."""
+        return self._start(Flight(self, what, tag), self._messages(outgoing, tag, True), self._messages(incoming, tag, False))
 
     def edges_apart(
-        self,
-        outgoing: Sequence[tuple[int, Tensor]],
-        incoming: Sequence[tuple[int, Tensor]],
-        tag: Tag,
-        then: Sequence[Stage] = (),
+        self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], tag: Tag
     ) -> tuple[Flight, Flight]:
         """As :meth:`edges`, but what leaves and what arrives are waited for apart: a slow receiver does not hold us."""
         out, into = self._messages(outgoing, tag, True), self._messages(incoming, tag, False)
-        arrivals = self._start(Flight(self, "step", tag), [], into, then)
+        arrivals = self._start(Flight(self, "step", tag), [], into)
         departures = self._start(Flight(self, "step", tag), out, [], later=True)
         self._departures = [flight for flight in self._departures if not flight.done.is_set()] + [departures]
         _open.add(self)
@@ -113,12 +103,10 @@ class Exchange:
         what: str = "step",
         between: Between | None = None,
         unit: int = 1,
-        then: Sequence[Stage] = (),
     ) -> Flight:
         """``out [r, D]`` <- my rows of ``apply`` over the rows of all members. ``apply(x, y)`` fills y from x, both
         ``[members · r, some columns]``, rows in the order of members; ``scratch`` is room for them. ``between``: an exchange
-        with others than the members before ``apply``, by edges, of what ``prepare(x)`` made.
-        ``unit``: columns that must stay together. ``then``: as for :meth:`edges`."""
+        with others than the members before ``apply``, by edges, of what ``prepare(x)`` made. ``unit``: columns that must stay together."""
         r, width = rows.shape
         me = members.index(self.rank)
         owned = [columns(width, len(members), k, unit) for k in range(len(members))]
@@ -142,7 +130,7 @@ class Exchange:
                 out[:, mine].copy_(y[place[me]])
             return self._post(flight, out_2, in_2)
 
-        later: list[Stage] = [give_back, *then]
+        later: list[Stage] = [give_back]
         if between is not None:
             prepare = between.prepare
             out_b, in_b = self._messages(between.outgoing, tag, True), self._messages(between.incoming, tag, False)

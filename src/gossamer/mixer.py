@@ -17,8 +17,8 @@ from gossamer import codec, finite, mixing
 from gossamer.blocks import Block
 from gossamer.errors import GossamerError
 from gossamer.exchange import Between, Exchange
-from gossamer.finite import Check, Fault
-from gossamer.flights import Flight, Stage
+from gossamer.finite import Fault
+from gossamer.flights import Flight
 from gossamer.links import Tag
 from gossamer.movement import Movement, mean_of_codes
 from gossamer.plans import Plan, plan, rows_of
@@ -39,8 +39,7 @@ class _Mixing:
     result: Tensor | None = None  # slices: what comes back
     snapshot: Tensor | None = None  # the rows as they were sent, if not straight out of the block
     codes: Tensor | None = None  # few bits: what comes back
-    check: Check | None = None  # whether rows are finite
-    spoiled: Set[int] = frozenset()  # edges: which of the rows that came are not finite; -1: my own, or the mixed one
+    spoiled: Set[int] = frozenset()  # edges: which of the rows that came are not finite
 
 
 class Mixer:
@@ -56,6 +55,7 @@ class Mixer:
         self.round: Round = Mean(n)
         self.step = 0
         self.check_finite = False  # for one row per process: a row that is not finite is not mixed
+        self._turns: dict[int, int] = {}  # of each block, how often it was sent
         self.fault: Fault | None = None  # what is not finite in my own row, once it was found
         self.on_fault: Callable[[Fault], object] | None = None  # under gossamer launch: leave, so that the others can go on
         self.probe: Probe | None = None  # looks at the first block whenever all are averaged, if somebody wants to know
@@ -149,11 +149,10 @@ class Mixer:
         state.received = self._buffer(block, "received", count, dtype)
         parts = state.received.split([parcel.count for parcel in state.plan.receives]) if count else ()
         incoming = [(parcel.peer, part) for parcel, part in zip(state.plan.receives, parts, strict=True)]
-        then = self._check(state, [source[0], *state.received])
         if state.snapshot is not None:
-            self._departures[id(block)], state.flight = self.exchange.edges_apart(outgoing, incoming, tag, then)
+            self._departures[id(block)], state.flight = self.exchange.edges_apart(outgoing, incoming, tag)
         else:
-            state.flight = self.exchange.edges(outgoing, incoming, tag, then=then)
+            state.flight = self.exchange.edges(outgoing, incoming, tag)
 
     def _sent(self, block: Block, state: _Mixing) -> Tensor:
         if self.send_copy:
@@ -162,16 +161,14 @@ class Mixer:
 
     def _start_slices(self, block: Block, state: _Mixing, tag: Tag) -> None:
         assert self.exchange is not None
-        rows = self._sent(block, state)
+        rows, members = self._sent(block, state), state.plan.members
         if state.plan.reduced and block.r > 1:
             rows = torch.mean(rows, dim=0, keepdim=True, out=self._buffer(block, "mean", 1, block.dtype))
         state.result = self._buffer(block, "result", rows.shape[0], block.dtype)
-        members = state.plan.members
         mine = self.exchange.owned(rows.shape[1], members)
         x, y = (self._buffer(block, what, len(members) * len(rows), block.dtype, mine) for what in ("columns", "mixed columns"))
         apply, between = self._between(block, state, mine)
-        then = self._check(state, [state.result[0]])
-        state.flight = self.exchange.slices(rows, state.result, members, apply, tag, (x, y), between=between, then=then)
+        state.flight = self.exchange.slices(rows, state.result, members, apply, tag, (x, y), between=between)
 
     def _start_codes(self, block: Block, state: _Mixing, tag: Tag, movement: Movement) -> None:
         """As slices, but every row travels, not the mean of mine: it would be rounded once more."""
@@ -326,23 +323,26 @@ class Mixer:
             parcels = came
         return own, [(weights[parcel.rows[0]], row) for parcel, row in parcels]
 
-    def _check(self, state: _Mixing, rows: Sequence[Tensor]) -> list[Stage]:
-        """Edges: my row as it was sent, and those that came. Slices: the mixed row; mine is looked at if that is not finite."""
-        state.check = Check(rows) if self.check_finite else None
-        return [] if state.check is None else [state.check.add_up]
-
     def _sound(self, block: Block, state: _Mixing) -> bool:
-        """Whether there is something to be mixed: not if my own row is not finite, or the mixed one."""
-        if state.check is not None:
-            state.spoiled = {k - 1 for k in state.check.spoiled()}
-        if -1 in state.spoiled:
-            self.look_for_fault(block, (block.x if state.snapshot is None else state.snapshot)[0])
-        return -1 not in state.spoiled
+        """Whether there is something to be mixed: not if my own row is not finite, or the mixed one. (Codes are looked at later.)"""
+        if not self.check_finite or state.codes is not None:
+            return True
+        sent = (block.x if state.snapshot is None else state.snapshot)[0]
+        if state.received is None:
+            assert state.result is not None
+            sound = finite.finite(state.result[0])
+        else:
+            state.spoiled = {k for k, row in enumerate(state.received) if not finite.finite(row)}
+            self._turns[id(block)] = turn = self._turns.get(id(block), 0) + 1
+            sound = finite.finite(finite.share(sent, turn))
+        if not sound:
+            self.look_for_fault(block, sent)
+        return sound
 
     def look_for_fault(self, block: Block, row: Tensor) -> None:
         """Some row is not finite. Is it mine, and where?"""
-        if self.check_finite and self.fault is None and (name := finite.culprit(block, row)):
-            self.fault = Fault(name, self.step)
+        if self.check_finite and self.fault is None and not finite.finite(row):
+            self.fault = Fault(finite.culprit(block, row), self.step)
 
     # --- Means -----------------------------------------------------------------------------------------------------------
 

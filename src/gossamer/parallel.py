@@ -159,8 +159,8 @@ class DecentralizedDataParallel(Wrapper):
 
     @property
     def _joining(self) -> bool:
-        """Whether this worker does not take part yet: it does so from its first training step on."""
-        return self._joins and (self._survival is None or self._survival.joining)
+        """Whether this worker does not take part, until its next training step: it was just started, or has diverged."""
+        return self._joins if self._survival is None else self._survival.joining
 
     @property
     def size(self) -> int:
@@ -317,13 +317,13 @@ class DecentralizedDataParallel(Wrapper):
             for block in self._in_flight:
                 self._mixer.finish_in_place(block)
         self._in_flight = None
-        if self._mixer.fault is not None:
-            self._leave(self._mixer.fault)
         if self._mixer.probe is not None and (sight := self._mixer.probe.taken()):
             self._current_schedule.observe(sight)
             self.schedule.succeed(self._current_schedule)
         if self._momentum is not None:
             self._momentum.share(self._gradients)
+        if self._mixer.fault is not None:
+            self._leave(self._mixer.fault)
 
     def _leave(self, fault: Fault) -> None:
         """This worker has diverged. Under ``gossamer launch`` it comes back with the state of another one."""
@@ -473,7 +473,7 @@ class DecentralizedDataParallel(Wrapper):
     def average_(self) -> None:
         """Parameters and floating-point buffers become their mean over the workers, for good. All workers call it."""
         self._refuse_alone("average_()")
-        if self._joining:
+        if self._joins and self._joining:
             raise GossamerError(
                 f"rank {self.rank} can't average: it has not joined the others, which it does in its first training step; "
                 "the job may have ended without it"
@@ -538,7 +538,7 @@ class DecentralizedDataParallel(Wrapper):
         self._refuse_busy("save()")
         self._flat.check()
         if self._joining:
-            print(f"gossamer: rank {self.rank} has not joined the others yet, and saves nothing", flush=True)
+            print(f"gossamer: rank {self.rank} takes no part until its next training step, and saves nothing", flush=True)
             return
         state = self._capture(also or {})
         with self.consensus():
