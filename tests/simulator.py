@@ -86,7 +86,7 @@ class Flight:
             if not world.connected(self.epoch, me, members[k]):
                 world.after(world.rng.random() * 0.1, self.worker, lambda k=k: self.broke(k))
             elif k in self.sends:
-                world.send(self.epoch, me, members[k], (self.epoch, self.tag, self.stage, me))
+                world.send(self, members[k], (self.epoch, self.tag, self.stage, me))
 
     def advance(self) -> None:
         """Something has come, broken, or been heard of."""
@@ -153,6 +153,7 @@ class Worker:
         self.calls = Collectives(self.member, "job/votes")
         self.links = set() if joins else {0}
         self.inbox: set[tuple] = set()
+        self.torn: set[tuple] = set()
         self.wanted: list[tuple[int, int]] = []  # (newcomer's ticket, number): copies of my state
         self.alive, self.stopped, self.was_stopped = True, False, False
         self.deferred: list[Any] = []
@@ -318,13 +319,10 @@ class Worker:
         while member.part.held(self.step) and not member.evicted:
             yield lambda: not member.part.held(self.step) or member.evicted
         if member.evicted:
-            ticket = (yield Add(TICKETS, 1)) - 1
-            member.renamed(ticket)
-            self.links = set()
             yield from self.join()
             return
         if member.part.due(self.step):
-            self.counts = {member.part.roster.epoch: 512}
+            self.counts = {member.part.roster.epoch: 64}
         member.take(member.part.begun(self.step))
 
     def join(self) -> Generator:
@@ -334,19 +332,25 @@ class Worker:
 
         def is_in() -> bool:
             roster = member.part.roster
-            return (roster.epoch in self.links and member.ticket in roster.members) or self.shut_out
+            return (roster.epoch in self.links and member.ticket in roster.members) or self.shut_out or member.evicted
 
-        yield is_in
+        while True:
+            yield is_in
+            if not member.evicted:
+                break
+            ticket = (yield Add(TICKETS, 1)) - 1
+            member.renamed(ticket)
+            self.links = set()
+            self.tick_at(0.01)
         if self.shut_out:
             raise GossamerError("can't join: the job has ended without it")
         self.step = member.step = member.part.roster.start
         member.take(member.part.begun(self.step))
-        self.counts = {member.part.epoch: 512}
+        self.counts = {member.part.epoch: 64}
 
     @property
     def shut_out(self) -> bool:
-        member = self.member
-        return member.evicted or (member.log_was_read and not member.part.roster.living)
+        return self.member.log_was_read and not self.member.part.roster.living
 
     def hand_out(self) -> None:
         for newcomer, number in self.wanted:
@@ -360,6 +364,22 @@ class Worker:
 
         yield landed
         self.flight = None
+        now, member = self.world.now, self.member
+        if member.uncertain(now):
+            self.tick_at(0.01)
+            yield lambda: not member.uncertain(now)
+        if member.evicted:
+            flight.lost |= flight.peers
+            self.world.close(self, flight.epoch)
+        elif not flight.in_vain:
+            used = [
+                (flight.epoch, flight.tag, stage, member.members[flight.epoch][k])
+                for k in flight.needs
+                if k not in flight.lost
+                for stage in range(1 + flight.slices)
+            ]
+            if not self.torn.isdisjoint(used):
+                raise Violation(f"rank {self.rank} uses a torn row at step {self.step}")
 
     def check_apart(self, flight: Flight) -> None:
         world = self.world
@@ -516,14 +536,18 @@ class World:
     def connected(self, epoch: int, a: int, b: int) -> bool:
         return self.alive(a) and self.alive(b) and (epoch, min(a, b), max(a, b)) not in self.broken
 
-    def send(self, epoch: int, sender: int, receiver: int, message: tuple) -> None:
-        other = self.by_ticket(receiver)
+    def send(self, flight: Flight, receiver: int, message: tuple) -> None:
+        other, sender, epoch = self.by_ticket(receiver), flight.worker.ticket, flight.epoch
         assert other is not None
         pair = (epoch, min(sender, receiver), max(sender, receiver))
+        place = flight.worker.member.members[epoch].index(receiver)
 
         def arrive() -> None:
             if pair not in self.broken:
                 other.inbox.add(message)
+                # The sender has given the receiver up, and changes its memory. (What it sends in the second stage lies elsewhere.)
+                if place in flight.lost and flight.stage == 0:
+                    other.torn.add(message)
                 other.poke()
 
         self.after(self.rng.random() * 0.05, other, arrive)
@@ -533,6 +557,16 @@ class World:
         flight = worker.flight
         if flight is not None and flight.epoch == epoch and ticket in worker.member.members[epoch]:
             flight.broke(worker.member.members[epoch].index(ticket))
+
+    def close(self, worker: Worker, epoch: int) -> None:
+        """The worker closes all connections of an epoch."""
+        me = worker.ticket
+        for q in worker.member.members[epoch]:
+            pair, other = (epoch, min(me, q), max(me, q)), self.by_ticket(q)
+            if q != me and pair not in self.broken:
+                self.broken.add(pair)
+                if other is not None and other.alive:
+                    self.after(self.rng.random() * 0.1, other, lambda o=other: self._errors(o, epoch, me))
 
     def cut(self, worker: Worker) -> None:
         """Its process has ended: the others' operations with it raise, and what comes later too."""

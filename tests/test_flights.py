@@ -44,6 +44,9 @@ class Network:
     def lose(self, *_):
         pass
 
+    def shut_out(self, _):
+        return False
+
     def say(self, _):
         pass
 

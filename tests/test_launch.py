@@ -116,6 +116,7 @@ def test_the_last_worker_that_runs_is_not_started_again():
 TRAIN = """
 import os, time, torch, gossamer
 torch.set_num_threads(1)
+torch.compiler.disable = lambda function: function  # loading the compiler would take half of the time
 first, rank = int(os.environ["GOSSAMER_TICKET"]) < {n} and os.environ["GOSSAMER_GENERATION"] == "0", int(os.environ["RANK"])
 def point(name):
     if name == {point!r} and rank == {rank} and first:
@@ -184,7 +185,7 @@ def test_after_a_death_before_gossip_the_whole_job_starts_again_on_all_hosts(tmp
     assert (first.returncode, outcome.exit_code) == (0, 0), out + second
     for rank, said in enumerate((out, second)):
         assert f"[{rank}] trained with (0, 1)" in said
-        assert "all workers are started again: no worker trained yet, so there is nothing to join" in said
+        assert "all workers are started again: there is no training that one of them could join" in said
 
 
 def test_a_worker_that_hangs_before_gossip_does_not_hold_the_launcher(tmp_path):
@@ -199,6 +200,21 @@ def test_plain_programs_are_left_alone_when_one_fails():
     outcome, out, _ = run(3, "sh", "-c", "[ $RANK = 0 ] && exit 4; sleep 1.5; echo still here")
     assert outcome.exit_code == 0, out
     assert out.count("still here") == 2
+
+
+DISAGREE = """
+import os, torch
+from gossamer.links import open_link
+open_link(torch.device("cpu"), 20).agree({"graph": "ring" + os.environ["RANK"]})
+"""
+
+
+def test_workers_that_do_not_fit_together_are_not_started_again():
+    outcome, out, _ = run(2, sys.executable, "-c", DISAGREE, restart=3)
+    assert outcome.exit_code == 1
+    for rank in (0, 1):
+        assert f"GossamerError: rank {rank}: graph differs between ranks: ring0 on rank 0; ring1 on rank 1" in out
+    assert "started again" not in out
 
 
 MISMATCH = """

@@ -3,13 +3,12 @@
 import contextlib
 import threading
 import time
-from types import SimpleNamespace
 
 import torch.distributed as dist
 
 from gossamer import links
 from gossamer.seats import Seat
-from gossamer.survival import Survival
+from gossamer.survival import open_group
 from tests import workers
 
 CODE = """
@@ -50,18 +49,13 @@ def test_a_group_that_waits_for_one_who_died_does_not_hold_the_next(monkeypatch)
     """It came to where all meet, and died before it could be connected to: gloo waits for it, whatever anybody knows."""
     monkeypatch.setattr(links, "_BUILD", 6.0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    survivals = []
-    for rank in (0, 1):
-        survival = object.__new__(Survival)
-        survival.seat, survival._timeout = Seat("127.0.0.1", store.port, rank, rank, 2, 10.0), 20.0
-        survival.exchange = SimpleNamespace(link=SimpleNamespace(name="job"))
-        survivals.append(survival)
+    seats = [Seat("127.0.0.1", store.port, rank, rank, 2, 10.0) for rank in (0, 1)]
     dist.PrefixStore("job/1", store).set("here/1", "1")
     made = {}
 
     def build(rank, number):
         with contextlib.suppress(RuntimeError):
-            made[rank, number] = survivals[rank]._open_group(number, rank, (0, 1), lambda: False)
+            made[rank, number] = open_group(seats[rank], "job", 20.0, number, rank, (0, 1), lambda: False)
 
     threads = []
     for rank, number in ((0, 1), (0, 2), (1, 2)):

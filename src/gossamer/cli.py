@@ -197,11 +197,13 @@ def launch_command(
     """Start workers on this host and keep the survivors.
 
     As torchrun does, each process gets RANK, WORLD_SIZE, MASTER_ADDR …, so a script runs unchanged. A worker that dies or hangs is left
-    out, and the others go on; with --restart it comes back, as long as another worker runs on any host, and takes over the state of one of
-    them. If a worker dies before model.gossip() has been called, there is nothing to join, and --restart starts all workers again.
+    out, and the others go on.
+
+    With --restart it comes back as long as another worker trains, on any host, and takes over the state of one of them. If a worker dies
+    before model.gossip() has been called, there is nothing to join: then all workers of the job are started again.
 
     Exit code: 0 if at least --min-workers workers of this host have finished with exit code 0, at their last start. Otherwise the code of
-    the first one that failed (the number of the signal, if it was killed). After Ctrl-C 130, and 2 for a mistake in this command.
+    the first one that failed, or the number of the signal that killed it. 130 after Ctrl-C, 2 for a mistake in this command.
 
     Example: gossamer launch -n 4 --restart 3 train.py --epochs 10
     """

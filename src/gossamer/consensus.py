@@ -73,7 +73,7 @@ def broadcast(flat: Flat, exchange: Exchange) -> None:
 def hand_over(flat: Flat, exchange: Exchange, source: int, to: list[int]) -> None:
     """Those in ``to`` get the parameters and buffers of ``source``. All take part, so that all count alike."""
     for t in [block.x[0] for block in flat.blocks] + flat.rest():
-        tag = exchange.collective_tag()
+        tag = exchange.collective_tag("uneven()")
         sent = t.contiguous().flatten()
         row = sent.view(torch.uint8)
         if exchange.rank == source:
@@ -108,7 +108,7 @@ def _blame(block: Block, mixer: Mixer, what: str) -> str:
     exchange, name = mixer.exchange, culprit(block, block.x[0])
     ranks: list[int] = []
     if exchange is not None and exchange.guard is None:
-        flags = exchange.gather(torch.tensor([bool(name)]), what).flatten().tolist()
+        flags = exchange.gather(block.x.new_tensor([bool(name)]), what).flatten().tolist()
         ranks = [exchange.link.names[exchange.living[k]] for k, flag in enumerate(flags) if flag]
     shown = f"rank {', '.join(map(str, ranks))}" if ranks else "a worker"
     mine = f" (here {name!r})" if name else ""

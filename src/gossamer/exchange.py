@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -24,8 +25,10 @@ from gossamer import waiting
 from gossamer.errors import GossamerError
 from gossamer.flights import Flight, Guard, Stage, Traffic, Waiter, Works, first_line
 from gossamer.links import Link, Message, Tag
+from gossamer.roster import FINISHED
 
-_LATER = 512  # collectives of a link before its epoch begins are counted from 0, those after from here: newcomers know nothing of the first
+_KINDS = {"mean()": 1, "consensus()": 2, "average_()": 3, "save()": 4, "load()": 5, "profile": 6, "uneven()": 7}
+_LATER = 64  # collectives of a link before its epoch begins are counted from 0, those after from here: newcomers know nothing of the first
 _BLIND = 8  # marks messages of when nobody knows who takes part; there are no further epochs then
 
 
@@ -68,10 +71,10 @@ class Exchange:
     def step_tag(self, step: int) -> Tag:
         return Tag(self.link.epoch, False, step)
 
-    def collective_tag(self) -> Tag:
+    def collective_tag(self, what: str = "") -> Tag:
         """For something that all processes do together outside of a step, in the same order."""
         self.collectives += 1
-        return Tag(self.link.epoch, True, self.collectives)
+        return Tag(self.link.epoch, True, self.collectives, _KINDS.get(what, 0))
 
     # --- The two verbs ---------------------------------------------------------------------------------------------------
 
@@ -163,10 +166,10 @@ class Exchange:
 
         def start() -> Flight:
             nonlocal everyone
-            everyone = row.new_empty(self.size, row.numel())
+            everyone = poisoned(row, self.size)
             everyone[self.rank] = row
             others = [q for q in range(self.size) if q != self.rank]
-            return self.edges([(q, row) for q in others], [(q, everyone[q]) for q in others], self.collective_tag(), what)
+            return self.edges([(q, row) for q in others], [(q, everyone[q]) for q in others], self.collective_tag(what), what)
 
         return everyone if self.complete(start, what) else self.reachable(row, what)
 
@@ -204,7 +207,7 @@ class Exchange:
         assert self.guard is not None
         link, lost = self.link, self.guard.losses(self.link).gone
         here = [q for q in range(link.size) if q not in lost or q == link.rank]
-        rows = row.new_empty(len(here), row.numel())
+        rows = poisoned(row, len(here))
         rows[here.index(link.rank)] = row
         others = [(k, q) for k, q in enumerate(here) if q != link.rank]
         tag = Tag(link.epoch + _BLIND, True, self._calls)
@@ -214,7 +217,7 @@ class Exchange:
 
     def broadcast_(self, row: Tensor, what: str = "broadcast") -> None:
         """Everyone gets rank 0's values, along a binary tree."""
-        tag = self.collective_tag()
+        tag = self.collective_tag(what)
         span = 1
         while span < self.size:
             peer = self.rank - span if self.rank >= span else self.rank + span
@@ -326,15 +329,23 @@ class Exchange:
         Then the threads that wait end. They must not be left in gloo's wait: woken there while the interpreter goes down, they
         can't get back into Python, and the whole process aborts.
         """
+        _open.discard(self)
         for flight in self._departures if orderly and not self.failed else ():
-            with contextlib.suppress(GossamerError):  # whoever is gone does not need it
+            with contextlib.suppress(GossamerError):  # a receiver that is gone does not need it
                 flight.wait()
         for flight in self.limbo:
             flight.link.close()
         for waiter in self._waiters.values():
             waiter.end()
         if self.guard is not None:
-            self.guard.close("has finished" if orderly else "ended with an error")
+            self.guard.close(FINISHED if orderly else "ended with an error")
+
+    def drop(self) -> None:
+        """Its model is gone, or closed: give back threads, descriptors and memory, now and not when the process ends."""
+        if all(flight.done.is_set() for flight in self._departures):
+            self.close(orderly=True)
+            self.link.discard()
+            self._departures, self.limbo, self._parts = [], [], {}
 
     def guarded(self, guard: Guard) -> None:
         """From now on somebody watches over the members; told when the process ends."""
@@ -357,7 +368,6 @@ def _close_all() -> None:
     orderly = not hasattr(sys, "last_value")  # set if an exception ends the process: then others are not waited for
     for exchange in list(_open):
         exchange.close(orderly)
-    _open.clear()
 
 
 def columns(width: int, members: int, k: int, unit: int = 1) -> slice:
@@ -367,6 +377,12 @@ def columns(width: int, members: int, k: int, unit: int = 1) -> slice:
         unit = 16
     share = -(-width // members // unit) * unit
     return slice(min(k * share, width), min((k + 1) * share, width))
+
+
+def poisoned(row: Tensor, count: int) -> Tensor:
+    """Room for so many rows, which no reader takes for values before it is filled."""
+    lowest = math.nan if row.dtype.is_floating_point else torch.iinfo(row.dtype).min
+    return row.new_full((count, row.numel()), lowest)
 
 
 def _rows(rows: Tensor) -> Sequence[Tensor]:

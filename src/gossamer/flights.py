@@ -61,6 +61,10 @@ class Guard(Protocol):
     def close(self, why: str) -> None:
         """We leave."""
 
+    def shut_out(self, timeout: float) -> bool:
+        """After a flight: whether the others may have gone on without this worker before its rows had come. It asks the store if it was
+        silent for so long that it can't know."""
+
 
 @dataclass
 class Traffic:
@@ -169,6 +173,11 @@ class Flight:
             self._wait(began)
         if self.error is not None:
             raise self.failure(first_line(self.error)) from None
+        guard = self.exchange.guard
+        if guard is not None and guard.shut_out(self.link.timeout):
+            self.lost |= self.peers  # what came may be torn
+            if not self.link.closed:
+                self.link.close()  # what is still being sent would be torn as well, once parameters change: no peer shall take it
         if not self.counted:
             self.counted = True
             traffic = self.exchange.traffic

@@ -184,7 +184,7 @@ class Launcher:
             self._follow(news.generation)
         elif news.start_failed and not self._start_failed and self._next is None and not self._stopping:
             self._start_failed = True
-            if self._may_start_all():
+            if self._may_start_all() and not news.start_refused:
                 self._note(f"training could not begin: {news.start_failed}")
                 self._store.do(self._store.start_all)
                 self._follow(self._place.generation + 1)
@@ -325,7 +325,7 @@ class Launcher:
             self._place = replace(self._place, generation=generation)
         else:
             self._next = generation
-            self._note("all workers are started again: no worker trained yet, so there is nothing to join")
+            self._note("all workers are started again: there is no training that one of them could join")
         self._end_running(signal.SIGTERM)
 
     def _entered(self, place: Place | None) -> None:

@@ -61,6 +61,7 @@ class News:
     workers_run: bool
     generation: int
     start_failed: str
+    start_refused: bool
     joined: frozenset[int]
 
 
@@ -220,6 +221,7 @@ class LauncherStore:
             workers_run,
             int(self._job.get(GENERATION)),
             self._now.get(START_FAILED).decode() if failed else "",
+            self._now.check([START_REFUSED]),
             frozenset(ticket for ticket in joining if self._now.check([trains_key(ticket)])),
         )
 

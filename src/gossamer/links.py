@@ -21,14 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gossamer.effects import Look, in_store
 from gossamer.errors import GossamerError
 from gossamer.seats import Seat, Start, wrapped_key
+from gossamer.store_client import Silent, StoreClient
 
 _FOREVER = timedelta(days=7)  # gloo's own timeouts close all pairs of a group; we keep our own time (see exchange.py)
 _NEVER = 0x7FFFFFFF  # a tag that nobody sends: the last part of the last collective
 _BUILD = 10.0  # seconds for connecting, once all are there
 _BUILD_FIRST = 60.0  # seconds for the same, when the job starts
 _READ = 5.0  # seconds that rank 0 waits for the others to read why they fail, before it ends
+_STATUS = 0.5  # seconds that it may take to say, or to hear, what a worker waits for
 _opened = itertools.count()  # links are opened in the same order everywhere, so this number names one
 
 
@@ -62,18 +65,21 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Tag:
-    """31 bits, as gloo takes them: 4 of the epoch, 1 for the kind, 10 of the step or number of the collective, 16 for the part."""
+    """31 bits, as gloo takes them: 4 of the epoch, 1 for a collective, 10 of the step (or 7 of the collective's number and 3 of its
+    kind, so that ``save()`` on one worker does not pair with ``average_()`` on another), 16 for the part."""
 
     epoch: int
     collective: bool
     number: int
+    kind: int = 0
 
     PARTS = 1 << 16
 
     def part(self, k: int) -> int:
         if k >= self.PARTS:
             raise GossamerError(f"a step of more than {self.PARTS} messages between two workers; use a larger chunk")
-        return (self.epoch % 16) << 27 | int(self.collective) << 26 | (self.number % 1024) << 16 | k
+        number = self.number % 128 << 3 | self.kind if self.collective else self.number % 1024
+        return (self.epoch % 16) << 27 | int(self.collective) << 26 | number << 16 | k
 
 
 class Link:
@@ -103,6 +109,7 @@ class Link:
         self._agreements = 0
         self._abandoned, self._start = abandoned, start
         self.closed = False
+        self._status = StoreClient(lambda: self.store)
         self._meet("here", "did not arrive")
         self._group = self._open()
         if abandoned is None:  # a mistake found right after this must not close connections that others still make
@@ -239,14 +246,20 @@ class Link:
     # --- What one is waiting for, for the others to see -------------------------------------------------------------------
 
     def say(self, status: dict[str, Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # only ever used to make a message better
-            self.store.set(f"status/{self.rank}", json.dumps(status))
+        with contextlib.suppress(RuntimeError, Silent):  # only ever used to make a message better
+            self._status.ask(lambda store: store.set(f"status/{self.rank}", json.dumps(status)), _STATUS)
 
     def heard(self, rank: int) -> dict[str, Any]:
         try:
-            return json.loads(self.store.get(f"status/{rank}")) if self._has(f"status/{rank}") else {}
-        except RuntimeError:
+            said = self._status.ask(lambda store: in_store(store, Look(f"status/{rank}")), _STATUS)
+        except (RuntimeError, Silent):
             return {}
+        return json.loads(said) if said else {}
+
+    def discard(self) -> None:
+        """Give back its threads and descriptors. No operation is under way."""
+        self._status.close()
+        self.closed, self._group = True, None
 
 
 class Alone(Link):

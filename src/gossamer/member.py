@@ -52,8 +52,10 @@ class Member:
         self._losses: dict[int, Losses] = {}
         self._seen: dict[int, tuple[str, float]] = {}  # of each member its last heartbeat, and when it came
         self._beats, self._beaten = 0, float("-inf")
-        self._looked = self._ticked = clock()
+        self._looked = self._ticked = now = clock()
         self._ends = 0
+        self.lease = now + evict_after  # until then no other worker can have evicted this one
+        self.confirmed = now  # whatever had happened by then is known
 
     def take(self, part: Part) -> None:
         self.part = part
@@ -85,6 +87,11 @@ class Member:
         if members is not None:
             self.lost.setdefault((epoch, members[place]), (self.clock(), why))
             self.count_losses()
+
+    def uncertain(self, since: float) -> bool:
+        """Whether this worker must hear from the store before it uses what had come by ``since``. A peer that has given it up goes on
+        and changes its memory, so a row may be torn that was still on its way then."""
+        return since > self.lease and self.confirmed < since and not self.evicted and not self.blind
 
     def count_losses(self) -> None:
         """Of each epoch. A peer that has lost me is gone for me too: it sends nothing any more, and waits for nothing of mine."""
@@ -131,6 +138,8 @@ class Member:
             self._beats, self._beaten = self._beats + 1, now
             yield Put(self.beat_key(self.ticket), f"{self._beats} {self.step}")
             yield from self.read_log()
+            self.lease = now + self.evict_after
+        self.confirmed = now
         if self.evicted:
             return
         yield from self._look_for_ends()
@@ -208,10 +217,8 @@ class Member:
                     self._told.add((epoch, q))
             elif now - since > DOUBT and roster.proposal is None and self.part.epoch == epoch:
                 beat, when = self._seen.get(q, ("", 0.0))
-                if beat and when > since:  # it lives
+                if beat and when > since:  # it lives; if it does not, it is evicted in time
                     yield from self._append(Event("renew", self.ticket, epoch))
-                elif now - since > 2 * DOUBT:
-                    yield from self._append(Event("dead", q, why=f"{why}, and no heartbeat since"))
 
     def _dead_by_now(self, q: int) -> Rules[bool]:
         yield from self._look_for_ends()

@@ -19,22 +19,32 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic
 
 from gossamer import handover
 from gossamer.collectives import Collectives
-from gossamer.effects import Build, Fly, Pause, Result, Rules, in_store
+from gossamer.effects import Build, Fly, Look, Pause, Result, Rules, in_store
 from gossamer.errors import GossamerError
 from gossamer.links import Link
 from gossamer.member import Member
-from gossamer.roster import Change, Roster
+from gossamer.roster import FINISHED, Change, Roster
 from gossamer.seats import TICKETS, Seat, successor_key
+from gossamer.store_client import Silent, StoreClient
 from gossamer.waiting import Losses
 
 _LOOK, _BUSY = 0.1, 0.01  # seconds between two looks at the log; while a change is under way
 _PAUSE = 1.0  # seconds before a group that could not be built is tried again
 _HELPERS = 12.0  # seconds to wait for what is still being built when the process ends
+_LEAVE = 1.0  # seconds for each thing that has to be done before the process can end, if it takes that long
 _KEPT = 30.0  # seconds that the connections of an old epoch are kept: others may be a few steps behind
+
+
+@dataclass(frozen=True)
+class _End(Generic[Result]):
+    """Rules have come to their end."""
+
+    value: Result
 
 
 class Membership:
@@ -51,7 +61,7 @@ class Membership:
     ) -> None:
         self.seat = seat
         self._open_group, self._capture = open_group, capture
-        self._store = seat.connect()
+        self._votes = StoreClient(seat.connect_patiently)  # for what the training loop asks
         self.member = Member(
             name, seat.ticket, seat.rank, tuple(range(seat.size)), link is None, seat.evict_after, time.monotonic
         )
@@ -60,7 +70,7 @@ class Membership:
         self._retired: list[tuple[float, Link]] = []
         self._lock = threading.Condition()
         self._wake = threading.Event()
-        self._ended = False
+        self._ended, self._anew, self._leaving = False, False, ""  # why this worker has to leave
         self.store_gone: str | None = None
         self._wanted: list[tuple[int, Link]] = []  # copies of my state: (place, link), made before the next step
         self._arrived: tuple[int, bytes] | None = None  # the state that I got, as a newcomer
@@ -68,16 +78,15 @@ class Membership:
         self._thread = threading.Thread(target=self._run, name="gossamer-membership", daemon=True)
         self._thread.start()
 
-    def _carry_out(self, rules: Rules[Result], fly: Callable[[Fly], bool] | None = None) -> Result:
-        """Run rules with the real store. They have the lock; what they ask for is done without it."""
-        result: Any = None
+    def _carry_out(self, rules: Rules[Result], store: Any, result: Any = None) -> Fly | _End[Result]:
+        """Run rules with the real store, to their end or to the next flight. They have the lock; what they ask for is done without it."""
         while True:
             with self._lock:
                 before = self.member.part
                 try:
                     effect = rules.send(result)
                 except StopIteration as end:
-                    return end.value
+                    return _End(end.value)
                 finally:
                     if self.member.part is not before:
                         self._lock.notify_all()
@@ -89,10 +98,9 @@ class Membership:
             elif isinstance(effect, Build):
                 self._start_helper(self._build, effect.roster, name="gossamer-group")
             elif isinstance(effect, Fly):
-                assert fly is not None
-                result = fly(effect)
+                return effect
             else:
-                result = in_store(self._store, effect)
+                result = in_store(store, effect)
 
     # --- In the training loop --------------------------------------------------------------------------------------------
 
@@ -157,8 +165,9 @@ class Membership:
             while not (self.roster.epoch in self._links and member.ticket in self.roster.members):
                 if self.store_gone is not None:
                     raise GossamerError(f"rank {self.seat.rank} can't join: the store is gone ({self.store_gone})")
-                if self.evicted:
-                    raise GossamerError(f"rank {self.seat.rank} was given up while it joined; is this machine very busy?")
+                if self.evicted:  # it was away once more
+                    self.rejoin(deadline - time.monotonic())
+                    loaded = -1
                 if not self.roster.living and member.log_was_read:
                     raise GossamerError(f"rank {self.seat.rank} can't join: nobody is left; the job has ended without it")
                 if time.monotonic() > deadline:
@@ -178,64 +187,72 @@ class Membership:
             member.take(member.part.begun(start))
             return self._change(start, rejoined=True)
 
-    def leave(self, why: str) -> None:
-        """I take no part any more. Then I am evicted, and may come back as new; not if the store is gone."""
-        if self.store_gone is None:
-            with contextlib.suppress(RuntimeError):
-                self._carry_out(self.member.leave(why))
-
-    def rejoin(self) -> None:
-        """I was evicted, and live: with a new ticket I am new."""
+    def leave(self, why: str, timeout: float) -> None:
+        """This worker takes no part any more. Then it is evicted, and may come back as new; not if the store is gone."""
+        deadline = time.monotonic() + timeout
         with self._lock:
-            self._stop_thread()
-            ticket = self._store.add(TICKETS, 1) - 1
-            self._store.set(successor_key(self.member.ticket), str(ticket))
-            for link in self._links.values():
-                self._retired.append((time.monotonic(), link))
+            self._leaving = why
+            self._wake.set()
+            while not self.evicted and self.store_gone is None:
+                if not self._lock.wait(1.0) and time.monotonic() > deadline:
+                    raise GossamerError(f"rank {self.seat.rank} {why}, and the store was silent for {timeout:g} s")
+
+    def rejoin(self, timeout: float) -> None:
+        """This worker was evicted, and lives: with a new ticket it is new."""
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            self._anew = True
+            self._wake.set()
+            while self._anew and self.store_gone is None:
+                if not self._lock.wait(1.0) and time.monotonic() > deadline:
+                    raise GossamerError(f"rank {self.seat.rank} could not join again: the store was silent for {timeout:g} s")
+
+    def _take_new_ticket(self, store: Any) -> None:
+        """In the thread."""
+        ticket = store.add(TICKETS, 1) - 1
+        store.set(successor_key(self.member.ticket), str(ticket))
+        with self._lock:
+            self._retired += [(time.monotonic(), link) for link in self._links.values()]
             self._links, self._arrived, self._wanted = {}, None, []
             self.member.renamed(ticket)
-            self._ended = False
-            self._thread = threading.Thread(target=self._run, name="gossamer-membership", daemon=True)
-        self._thread.start()
+            self._anew, self._leaving = False, ""
+            self._lock.notify_all()
 
     def position(self) -> int:
         """The step that the others are in, about; for a newcomer."""
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline and not self.member.log_was_read:
             time.sleep(0.01)
-        steps = [0]
-        for q in self.roster.living:
-            with contextlib.suppress(RuntimeError):
-                key = self.member.beat_key(q)
-                if self._store.check([key]):
-                    steps.append(int(self._store.get(key).decode().split()[1]))
-        return max(steps)
+
+        def steps(store: Any) -> list[int]:
+            beats = [in_store(store, Look(self.member.beat_key(q))) for q in self.roster.living]
+            return [int(beat.split()[1]) for beat in beats if beat is not None]
+
+        with contextlib.suppress(RuntimeError, Silent):
+            return max(self._votes.ask(steps, 10.0), default=0)
+        return 0
 
     def close(self, why: str) -> None:
         """I leave. The launcher would say so too, when the process has ended."""
         with self._lock:
             if self._ended:
                 return
-            self._stop_thread()
+            self._ended = True
+            self._wake.set()
+        self._thread.join(_LEAVE)
         if self.store_gone is None and not self.evicted:
-            with contextlib.suppress(RuntimeError):
-                self._carry_out(self.member.leave(why))
+            with contextlib.suppress(RuntimeError, Silent):
+                self._votes.ask(lambda store: self._carry_out(self.member.leave(why), store), _LEAVE)
+        self._votes.close()
         # A thread that comes back from gloo when the interpreter has gone down aborts the process. Building ends by itself, in time.
         for helper in self._helpers:
-            helper.join(_HELPERS)
+            helper.join(_HELPERS if why == FINISHED else _LEAVE)
+        self._links, self._retired, self._wanted, self._arrived = {}, [], [], None
 
     def _start_helper(self, work: Callable[..., object], *args: object, name: str) -> None:
         self._helpers = [thread for thread in self._helpers if thread.is_alive()]
         self._helpers.append(threading.Thread(target=work, args=args, name=name, daemon=True))
         self._helpers[-1].start()
-
-    def _stop_thread(self) -> None:
-        """With the lock held once."""
-        self._ended = True
-        self._wake.set()
-        self._lock.release()
-        self._thread.join(5)
-        self._lock.acquire()
 
     # --- For flights: who is lost ------------------------------------------------------------------------------------------
 
@@ -247,26 +264,47 @@ class Membership:
             self.member.lose(link.epoch, rank, why)
         self._wake.set()
 
+    def shut_out(self, timeout: float) -> bool:
+        member, now = self.member, time.monotonic()
+        if now < member.lease and (member.quiet or not member.evicted):  # nearly always: no lock
+            return False
+        with self._lock:
+            self._wake.set()
+            while member.uncertain(now):
+                self._lock.wait(0.1)
+                if time.monotonic() > now + timeout:
+                    raise GossamerError(
+                        f"rank {self.seat.rank}: the store has not answered for {timeout:g} s; is the host of the first launcher reachable?"
+                    )
+            return self.evicted
+
     @property
     def blind(self) -> bool:
         return self.store_gone is not None
 
     def complete(self, what: str, timeout: float, fly: Callable[[Link, tuple[int, ...]], bool]) -> bool:
         """A collective; see :class:`Collectives`. False if the store is gone."""
-        if self.blind:
-            return False
+        rules = self._collectives.complete(what, timeout)
+        whole: bool | None = None
 
-        def once(effect: Fly) -> bool:
-            with self._lock:
-                link = self._links[effect.epoch]
-            return fly(link, effect.places)
+        def go_on(store: Any) -> Fly | _End[tuple[int, ...]]:
+            return self._carry_out(rules, store, whole)
 
         try:
-            self._carry_out(self._collectives.complete(what, timeout), once)
+            while not self.blind:
+                now = self._votes.ask(go_on, timeout + 1)  # the rules give up by themselves, as long as the store answers
+                if isinstance(now, _End):
+                    return True
+                with self._lock:
+                    link = self._links[now.epoch]
+                whole = fly(link, now.places)
         except RuntimeError as error:
             self._without_store(error)
-            return False
-        return True
+        except Silent as error:
+            raise GossamerError(
+                f"rank {self.seat.rank} in {what}: {error}; is the host of the first launcher reachable?"
+            ) from None
+        return False
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -282,8 +320,15 @@ class Membership:
 
     def _run(self) -> None:
         try:
+            store = self.seat.connect_patiently()
             while not self._ended:
-                self._carry_out(self.member.tick())
+                if self._leaving:
+                    self._carry_out(self.member.leave(self._leaving), store)
+                if self._anew:
+                    self._take_new_ticket(store)
+                self._carry_out(self.member.tick(), store)
+                with self._lock:
+                    self._lock.notify_all()
                 self._retire(time.monotonic())
                 if not self.member.again:
                     self._wake.wait(_LOOK if self.roster.proposal is None else _BUSY)

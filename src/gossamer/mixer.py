@@ -16,7 +16,7 @@ from torch import Tensor
 from gossamer import codec, finite, mixing
 from gossamer.blocks import Block
 from gossamer.errors import GossamerError
-from gossamer.exchange import Between, Exchange
+from gossamer.exchange import Between, Exchange, poisoned
 from gossamer.finite import Fault
 from gossamer.flights import Flight
 from gossamer.links import Tag
@@ -328,10 +328,8 @@ class Mixer:
         if not self.check_finite or state.codes is not None:
             return True
         sent = (block.x if state.snapshot is None else state.snapshot)[0]
-        if state.received is None:
-            assert state.result is not None
-            sound = finite.finite(state.result[0])
-        else:
+        sound = state.result is None or finite.finite(state.result[0])
+        if state.received is not None:
             state.spoiled = {k for k, row in enumerate(state.received) if not finite.finite(row)}
             self._turns[id(block)] = turn = self._turns.get(id(block), 0) + 1
             sound = finite.finite(finite.share(sent, turn))
@@ -363,19 +361,19 @@ class Mixer:
 
         def start() -> Flight:
             nonlocal out
-            out = torch.empty_like(row)  # anew, in case what was lost still comes
+            out = poisoned(row, 1)[0]  # anew, in case what was lost still comes
             everyone = Mean(exchange.size)
             return exchange.slices(
                 row.unsqueeze(0),
                 out.unsqueeze(0),
                 range(exchange.size),
                 lambda x, y: mixing.mix(everyone, x, y),
-                exchange.collective_tag(),
+                exchange.collective_tag(what),
                 what=what,
             )
 
-        whole = exchange.complete(start, what, sound and (lambda: sound(out)))
-        return out if whole else exchange.reachable(row, what).mean(dim=0)
+        done = exchange.complete(start, what, sound and (lambda: sound(out)))
+        return out if done else exchange.reachable(row, what).mean(dim=0)
 
     def gather(self, rows: Tensor, what: str = "profile") -> Tensor:
         """My rows ``[r, …]`` and everyone else's, ``[n, …]``. For small ones."""

@@ -20,6 +20,7 @@ import copy
 import functools
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -121,7 +122,7 @@ class DecentralizedDataParallel(Wrapper):
                 f"local_steps={local_steps}: {self.schedule.describe()!r} decides by itself how often to average; leave it at 1"
             )
         if self.schedule.watches and self._exchange is not None:
-            self._mixer.probe = Probe(self._exchange, self._rate, lambda: self._current_schedule.learnt())
+            self._mixer.probe = Probe(self._exchange, _weakly(self._rate), _weakly(self._learnt))
         self.steps = 0  # done; the one counter
         self.profiles: list[Profile] = []
         self.signals: dict[str, float] = {}
@@ -136,9 +137,11 @@ class DecentralizedDataParallel(Wrapper):
         self._momentum = momentum.Shared(self._flat, self._mixer) if self.schedule.shares_momentum else None
         self._warned = False
         # Not as a decorator: that would load the whole compiler when Gossamer is imported.
-        self._plainly = torch.compiler.disable(self._on_forward)
+        self._plainly = torch.compiler.disable(_weakly(self._on_forward))
         self._profile_every = 0
         self._on_profile: Callable[[Profile], object] | None = None
+        if self._exchange is not None:
+            weakref.finalize(self, self._exchange.drop).atexit = False
         if self._exchange is not None and not self._joins:
             self._agree(
                 {**self._setup(), "wire": wire, "init": init, "epochs": str(epochs), "steps_per_epoch": str(steps_per_epoch)}
@@ -251,8 +254,8 @@ class DecentralizedDataParallel(Wrapper):
                 exchange,
                 self._mixer,
                 self.schedule,
-                lambda: self._capture(self._also),
-                lambda state: self._restore(state, "the state of the others", self._also),
+                _weakly(self._captured),
+                _weakly(self._take_over),
                 {**signature, "wire": self._mixer.wire, "the optimizers": optimizers},
                 self._fault,
             )
@@ -341,6 +344,9 @@ class DecentralizedDataParallel(Wrapper):
         for block in self._flat.blocks:
             self._mixer.look_for_fault(block, block.x[0])
         return self._mixer.fault
+
+    def _learnt(self) -> tuple[float, ...]:
+        return self._current_schedule.learnt()
 
     def _rate(self) -> float:
         """The learning rate; with several optimizers, or groups, the first one's stands for all."""
@@ -576,6 +582,13 @@ class DecentralizedDataParallel(Wrapper):
     def _signature(self) -> dict[str, str]:
         return {"wire": self._mixer.wire, **state_of_worker.signature(self._bare(), list(self._gradients))}
 
+    def _captured(self) -> dict[str, Any]:
+        """For a worker that joins."""
+        return self._capture(self._also)
+
+    def _take_over(self, state: dict[str, Any]) -> None:
+        self._restore(state, "the state of the others", self._also)
+
     def _capture(self, also: Mapping[str, Any]) -> dict[str, Any]:
         state = state_of_worker.capture(self._bare(), list(self._gradients), self.schedule, self.signals, also)
         now = self._current_schedule.state_dict()
@@ -589,6 +602,19 @@ class DecentralizedDataParallel(Wrapper):
     def _setup(self) -> dict[str, str]:
         graph = ALL_REDUCE if self.averages_gradients else self.schedule.describe()
         return {"graph": graph, "order": self.order, "local_steps": str(self.local_steps), "workers": str(self.size)}
+
+    # --- The end ---------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """This worker takes no part any more: its threads and connections are given back, and the others go on without it under
+        ``gossamer launch``; under torchrun all workers close together. The module and its optimizers stay as they are. A model that is
+        dropped is closed by itself; at the end of the process there is nothing to do."""
+        self._refuse_busy("close()")
+        for undo in reversed(self._undo):
+            undo()
+        self._undo, self._gradients, self._warned, self.is_copy = [], {}, True, True
+        if self._exchange is not None:
+            self._exchange.drop()
 
     # --- A copy ----------------------------------------------------------------------------------------------------------
 
@@ -608,7 +634,9 @@ class DecentralizedDataParallel(Wrapper):
 
     def _refuse_copy(self, what: str) -> None:
         if self.is_copy:
-            raise GossamerError(f"{what} on a copy of a DecentralizedDataParallel: a copy takes no part in the averaging")
+            raise GossamerError(
+                f"{what} on a closed DecentralizedDataParallel, or a copy of one: it takes no part in the averaging"
+            )
 
     def _refuse_alone(self, what: str) -> None:
         """What all workers have to do together."""
@@ -633,6 +661,18 @@ class DecentralizedDataParallel(Wrapper):
     @property
     def _device(self) -> torch.device:
         return self._flat.blocks[0].x.device
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of the model, for a holder that outlives it, or that the model holds: it must be possible to drop the model."""
+    held = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        there = held()
+        assert there is not None
+        return there(*args)
+
+    return call
 
 
 def _per_host(graph: str | Graph | Schedule) -> str | Graph | Schedule:

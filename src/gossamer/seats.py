@@ -76,6 +76,12 @@ class Seat:
         """A connection of one's own: a store's client does one thing at a time, and some of them wait."""
         return dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
 
+    def connect_patiently(self) -> Any:
+        """A connection for a thread that can wait: a store that is silent for a minute, because its host is, is not gone."""
+        store = self.connect()
+        store.set_timeout(timedelta(days=7))
+        return store
+
     @property
     def joins(self) -> bool:
         """Started again, or later than the others."""

@@ -7,6 +7,8 @@ newcomer takes over the state of one who is in, and the person's callback hears 
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +28,18 @@ from gossamer.state import LAYOUT
 
 _AGAIN_STEPS = 100  # a worker that diverges so soon after its return does not come back once more
 
-_models: list[Survival] = []  # of this process
+_models: weakref.WeakSet[Survival] = weakref.WeakSet()  # of this process
+
+
+def open_group(
+    seat: Seat, name: str, timeout: float, number: int, place: int, names: tuple[int, ...], abandoned: Callable[[], bool]
+) -> Link:
+    """The group of an epoch."""
+    # On a connection of its own: gloo waits on it for those who have to come, up to 10 s, and nothing else gets through meanwhile.
+    # If one of them dies, the next group must not wait for that.
+    link = Link(seat.connect(), place, len(names), timeout, number, name, abandoned)
+    link.names = names
+    return link
 
 
 class _Left(Diverged):
@@ -51,27 +64,27 @@ class Survival:
         self.seat, self.exchange, self.mixer, self.planned = seat, exchange, mixer, planned
         self.schedule = planned
         self.joining = seat.joins
-        _models.append(self)
+        _models.add(self)
         self._refuse_several()
         self.changes: list[Change] = []
         self.on_change: Callable[[Change], object] | None = None
         self._capture, self._restore, self._signature, self._look = capture, restore, signature, look
         self._timeout = exchange.link.timeout
-        first = exchange.link
-        self._membership = Membership(seat, first.name, None if self.joining else first, self._open_group, self._copied)
+        first, me = exchange.link, weakref.ref(self)  # the thread of the membership must not keep a model that is dropped
+
+        def copied() -> Callable[[], bytes]:
+            here = me()
+            assert here is not None
+            return here._copied()
+
+        opened = functools.partial(open_group, seat, first.name, self._timeout)
+        self._membership = Membership(seat, first.name, None if self.joining else first, opened, copied)
         exchange.guarded(self._membership)
         self._fault: Fault | None = None  # why it left, until it is back
         self._returned: int | None = None  # the step in which it was back, the last time
         mixer.on_fault = self.leave
         if not self.joining:
             seat.announce_training()
-
-    def _open_group(self, number: int, place: int, names: tuple[int, ...], abandoned: Callable[[], bool]) -> Link:
-        # On a connection of its own: gloo waits on it for those who have to come, up to 10 s, and nothing else gets through meanwhile.
-        # If one of them dies, the next group must not wait for that.
-        link = Link(self.seat.connect(), place, len(names), self._timeout, number, self.exchange.link.name, abandoned)
-        link.names = names
-        return link
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -95,7 +108,7 @@ class Survival:
             self.joining = True
             self._refuse_several()
         if membership.evicted:
-            membership.rejoin()
+            membership.rejoin(self._timeout)
         try:
             change, link = membership.join(self._timeout, self._unpack)
         except GossamerError as error:
@@ -112,7 +125,7 @@ class Survival:
     def leave(self, fault: Fault) -> None:
         """This worker has diverged: the others go on without it. With its next step it comes back, with the state of another one."""
         membership, last = self._membership, self._returned
-        membership.leave(f"{DIVERGED}: {fault.parameter!r} is not finite at step {fault.step}")
+        membership.leave(f"{DIVERGED}: {fault.parameter!r} is not finite at step {fault.step}", self._timeout)
         if membership.blind or not membership.roster.living:
             raise self._end(fault, "the store is gone, so it can't take over the state of another worker")
         if len(_models) > 1:
