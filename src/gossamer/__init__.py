@@ -3,7 +3,7 @@
 from gossamer import graphs
 from gossamer.accum_adam import AccumAdam, AccumAdamW
 from gossamer.decay import decay_groups
-from gossamer.errors import Evicted, GossamerError
+from gossamer.errors import Diverged, Evicted, GossamerError
 from gossamer.graphs import Graph
 from gossamer.learning_rates import Constant, InverseSqrt, LearningRate, StepDecay, WarmupCosine
 from gossamer.optim import Recipe
@@ -20,6 +20,7 @@ __all__ = [
     "Ada",
     "Constant",
     "DecentralizedDataParallel",
+    "Diverged",
     "EpochRecord",
     "Evaluation",
     "Evicted",

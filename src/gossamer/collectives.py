@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gossamer.effects import Claim, Drop, Fly, Look, Pause, Put, Rules
 from gossamer.errors import Evicted, GossamerError
+from gossamer.roster import DIVERGED
 
 if TYPE_CHECKING:
     from gossamer.member import Member
@@ -117,9 +118,10 @@ class Collectives:
             raise GossamerError(f"rank {self._member.rank} can't take part in {what}: the job has ended without it")
 
     def _evicted(self, what: str) -> Evicted:
+        why = self._member.part.roster.why.get(self._member.ticket, "")
+        why = why if why.startswith(DIVERGED) else "was away for too long, and the others went on without it"
         return Evicted(
-            f"rank {self._member.rank} was away for too long, and the others went on without it: it has no result of {what}. "
-            "With its next training step it joins them again"
+            f"rank {self._member.rank} {why}: it has no result of {what}. With its next training step it joins them again"
         )
 
     def _failure(self, what: str, votes: Mapping[int, str | None]) -> str:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossamer.blocks import local_buffers
+from gossamer.blocks import Block, local_buffers
+from gossamer.errors import Diverged
 from gossamer.exchange import Exchange
+from gossamer.finite import culprit, finite
 from gossamer.flat import Flat
 from gossamer.mixer import Mixer
 
@@ -25,7 +27,7 @@ def averaged(flat: Flat, mixer: Mixer, model: nn.Module, batches: Iterable[Any] 
     ``batches``: inputs with which BatchNorm's statistics are estimated anew, on ``model``.
     """
     with torch.inference_mode(False), torch.no_grad():
-        rows = [mixer.mean(block.x[0], "consensus()").clone() for block in flat.blocks]
+        rows = [mean_row(block, mixer, "consensus()").clone() for block in flat.blocks]
         places = [(m._buffers, key) for m in flat.module.modules() for key, b in m._buffers.items() if b is not None]
         own = [owner[key] for owner, key in places]
         shared = _shared(flat.module, own)
@@ -49,8 +51,9 @@ def averaged(flat: Flat, mixer: Mixer, model: nn.Module, batches: Iterable[Any] 
 @torch.inference_mode(False)
 @torch.no_grad()
 def average_(flat: Flat, mixer: Mixer) -> None:
-    for block in flat.blocks:
-        block.x[0].copy_(mixer.mean(block.x[0], "average_()"))
+    rows = [mean_row(block, mixer, "average_()") for block in flat.blocks]
+    for block, row in zip(flat.blocks, rows, strict=True):
+        block.x[0].copy_(row)
     buffers = list(flat.module.buffers())
     for b, mean in zip(buffers, mean_buffers(buffers, _shared(flat.module, buffers), mixer, "average_()"), strict=True):
         _write(b, mean)
@@ -78,6 +81,38 @@ def hand_over(flat: Flat, exchange: Exchange, source: int, to: list[int]) -> Non
         elif exchange.rank in to:
             exchange.edges([], [(source, row)], tag, "uneven()").wait()
             _write(t, sent.reshape(t.shape))
+
+
+def mean_row(block: Block, mixer: Mixer, what: str) -> Tensor:
+    """The mean of the workers' parameters. It is an error on all workers if those of one are not finite; under ``gossamer launch`` that
+    one leaves, and the others have the mean of theirs."""
+    row = block.x[0]
+    if not mixer.check_finite:
+        return mixer.mean(row, what)
+
+    def sound(mean: Tensor) -> bool:
+        whole = finite(mean)
+        if not whole:
+            mixer.look_for_fault(block, row)
+            if mixer.fault is not None and mixer.on_fault is not None:
+                mixer.on_fault(mixer.fault)
+        return whole
+
+    mean = mixer.mean(row, what, sound)
+    if not finite(mean):
+        raise Diverged(_blame(block, mixer, what))
+    return mean
+
+
+def _blame(block: Block, mixer: Mixer, what: str) -> str:
+    exchange, name = mixer.exchange, culprit(block, block.x[0])
+    ranks: list[int] = []
+    if exchange is not None and exchange.guard is None:
+        flags = exchange.gather(block.x.new_tensor([bool(name)]), what).flatten().tolist()
+        ranks = [exchange.link.names[exchange.living[k]] for k, flag in enumerate(flags) if flag]
+    shown = f"rank {', '.join(map(str, ranks))}" if ranks else "a worker"
+    mine = f" (here {name!r})" if name else ""
+    return f"{what}: parameters of {shown} are not finite{mine}, so there is no mean of all; a checkpoint from before may help"
 
 
 def mean_buffers(buffers: list[Tensor], shared: list[bool], mixer: Mixer, what: str = "consensus()") -> list[Tensor]:

@@ -7,3 +7,7 @@ class GossamerError(ValueError):
 
 class Evicted(GossamerError):
     """This worker was silent for too long, and the others have gone on without it. With its next training step it joins them again."""
+
+
+class Diverged(GossamerError):
+    """Parameters of this worker are not finite any more. Those of the other workers are: its rows were not used."""

@@ -173,10 +173,10 @@ class Exchange:
 
         return everyone if self.complete(start, what) else self.reachable(row, what)
 
-    def complete(self, start: Callable[[], Flight], what: str) -> bool:
+    def complete(self, start: Callable[[], Flight], what: str, sound: Callable[[], bool] | None = None) -> bool:
         """A collective. With a guard, all members that live have it in the end, or it is an error: if one is lost, ``start`` is called
         again, with fewer ``living``, and perhaps on another link. False if no worker can say any more who lives: then it is for
-        :meth:`reachable`."""
+        :meth:`reachable`. ``sound``: with a guard, whether the result is of use; the worker that spoils it must leave."""
         guard = self.guard
         self._calls += 1
         if guard is None or self.link.alone:
@@ -192,7 +192,7 @@ class Exchange:
             if link is not home[0]:
                 self._early[link.epoch] = self.collectives
             flight.wait()
-            return not flight.lost.intersection(places)
+            return not flight.lost.intersection(places) and (sound is None or sound())
 
         try:
             return guard.complete(what, home[0].timeout, fly)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from gossamer.errors import GossamerError
 from gossamer.seats import (
     BEGAN,
+    DIVERGED,
     ENDS,
     GENERATION,
     LAUNCHERS,
@@ -253,7 +254,11 @@ class LauncherStore:
         - It had wrapped one, and training has begun: it is started again to join, as long as another worker trains.
         - It had wrapped one, and no worker has begun to train: there is nothing to join, so all workers are started again. If the workers
           do not fit together (``START_REFUSED``), that would be in vain.
+        - All workers have diverged (``DIVERGED``): there is nothing to join.
         """
+        if self._now.check([DIVERGED]):
+            self.tell(ticket, why)
+            return Plan("none")
         began = self._now.add(BEGAN, 0) > 0
         others_train = others_train or self._others()[1]
         if not self._now.check([wrapped_key(ticket)]) and (began or not self._now.check([START_FAILED])):

@@ -70,7 +70,7 @@ class Membership:
         self._retired: list[tuple[float, Link]] = []
         self._lock = threading.Condition()
         self._wake = threading.Event()
-        self._ended = self._anew = False
+        self._ended, self._anew, self._leaving = False, False, ""  # why this worker has to leave
         self.store_gone: str | None = None
         self._wanted: list[tuple[int, Link]] = []  # copies of my state: (place, link), made before the next step
         self._arrived: tuple[int, bytes] | None = None  # the state that I got, as a newcomer
@@ -187,6 +187,16 @@ class Membership:
             member.take(member.part.begun(start))
             return self._change(start, rejoined=True)
 
+    def leave(self, why: str, timeout: float) -> None:
+        """This worker takes no part any more. Then it is evicted, and may come back as new; not if the store is gone."""
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            self._leaving = why
+            self._wake.set()
+            while not self.evicted and self.store_gone is None:
+                if not self._lock.wait(1.0) and time.monotonic() > deadline:
+                    raise GossamerError(f"rank {self.seat.rank} {why}, and the store was silent for {timeout:g} s")
+
     def rejoin(self, timeout: float) -> None:
         """This worker was evicted, and lives: with a new ticket it is new."""
         deadline = time.monotonic() + timeout
@@ -205,7 +215,7 @@ class Membership:
             self._retired += [(time.monotonic(), link) for link in self._links.values()]
             self._links, self._arrived, self._wanted = {}, None, []
             self.member.renamed(ticket)
-            self._anew = False
+            self._anew, self._leaving = False, ""
             self._lock.notify_all()
 
     def position(self) -> int:
@@ -312,6 +322,8 @@ class Membership:
         try:
             store = self.seat.connect_patiently()
             while not self._ended:
+                if self._leaving:
+                    self._carry_out(self.member.leave(self._leaving), store)
                 if self._anew:
                     self._take_new_ticket(store)
                 self._carry_out(self.member.tick(), store)

@@ -6,17 +6,18 @@ computes. Whoever uses it never knows how many processes there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from gossamer import codec, mixing
+from gossamer import codec, finite, mixing
 from gossamer.blocks import Block
 from gossamer.errors import GossamerError
 from gossamer.exchange import Between, Exchange, poisoned
+from gossamer.finite import Fault
 from gossamer.flights import Flight
 from gossamer.links import Tag
 from gossamer.movement import Movement, mean_of_codes
@@ -38,6 +39,7 @@ class _Mixing:
     result: Tensor | None = None  # slices: what comes back
     snapshot: Tensor | None = None  # the rows as they were sent, if not straight out of the block
     codes: Tensor | None = None  # few bits: what comes back
+    spoiled: Set[int] = frozenset()  # edges: which of the rows that came are not finite
 
 
 class Mixer:
@@ -52,6 +54,10 @@ class Mixer:
         self._per_process = len(self.rows)
         self.round: Round = Mean(n)
         self.step = 0
+        self.check_finite = False  # for one row per process: a row that is not finite is not mixed
+        self._turns: dict[int, int] = {}  # of each block, how often it was sent
+        self.fault: Fault | None = None  # what is not finite in my own row, once it was found
+        self.on_fault: Callable[[Fault], object] | None = None  # under gossamer launch: leave, so that the others can go on
         self.probe: Probe | None = None  # looks at the first block whenever all are averaged, if somebody wants to know
         self._probed: Block | None = None
         self._movements: dict[int, Movement] = {}  # of the blocks that have a mean that all know
@@ -127,8 +133,7 @@ class Mixer:
         dtype = torch.bfloat16 if rounded else block.dtype
         if rounded or self.send_copy:
             self._take_off(block)
-            state.snapshot = self._buffer(block, "snapshot", block.r, dtype)
-            state.snapshot.copy_(block.x)
+            state.snapshot = self._buffer(block, "snapshot", block.r, dtype).copy_(block.x)
         source = block.x if state.snapshot is None else state.snapshot
         outgoing: list[tuple[int, Tensor]] = []
         for k, parcel in enumerate(state.plan.sends):
@@ -149,32 +154,26 @@ class Mixer:
         else:
             state.flight = self.exchange.edges(outgoing, incoming, tag)
 
+    def _sent(self, block: Block, state: _Mixing) -> Tensor:
+        if self.send_copy:
+            state.snapshot = self._buffer(block, "snapshot", block.r, block.dtype).copy_(block.x)
+        return block.x if state.snapshot is None else state.snapshot
+
     def _start_slices(self, block: Block, state: _Mixing, tag: Tag) -> None:
         assert self.exchange is not None
-        assert state.plan.inner is not None
-        rows = block.x
-        if self.send_copy:
-            rows = state.snapshot = self._buffer(block, "snapshot", block.r, block.dtype)
-            rows.copy_(block.x)
+        rows, members = self._sent(block, state), state.plan.members
         if state.plan.reduced and block.r > 1:
             rows = torch.mean(rows, dim=0, keepdim=True, out=self._buffer(block, "mean", 1, block.dtype))
         state.result = self._buffer(block, "result", rows.shape[0], block.dtype)
-        inner, members = state.plan.inner, state.plan.members
         mine = self.exchange.owned(rows.shape[1], members)
         x, y = (self._buffer(block, what, len(members) * len(rows), block.dtype, mine) for what in ("columns", "mixed columns"))
-        if state.plan.between is None:
-            state.flight = self.exchange.slices(rows, state.result, members, lambda x, y: mixing.mix(inner, x, y), tag, (x, y))
-            return
         apply, between = self._between(block, state, mine)
         state.flight = self.exchange.slices(rows, state.result, members, apply, tag, (x, y), between=between)
 
     def _start_codes(self, block: Block, state: _Mixing, tag: Tag, movement: Movement) -> None:
         """As slices, but every row travels, not the mean of mine: it would be rounded once more."""
         assert self.exchange is not None
-        rows = block.x
-        if self.send_copy:
-            rows = state.snapshot = self._buffer(block, "snapshot", block.r, block.dtype)
-            rows.copy_(block.x)
+        rows = self._sent(block, state)
         wide, members, n = codec.width(rows.shape[1]), state.plan.members, state.round.n
         mine = self.exchange.owned(wide, members, codec.UNIT)
         first, step = self.exchange.begins(wide, members, codec.UNIT) // codec.UNIT, self.step
@@ -188,11 +187,13 @@ class Mixer:
 
         state.flight = self.exchange.slices(sent, state.codes, members, apply, tag, (x, y), unit=codec.UNIT)
 
-    def _between(self, block: Block, state: _Mixing, mine: int) -> tuple[Callable[[Tensor, Tensor], object], Between]:
-        """Hosts: my columns of my host's mean go to the worker with my place on another host, and its come to me."""
-        hosts, plan_, place = state.round, state.plan.between, state.plan.place
+    def _between(self, block: Block, state: _Mixing, mine: int) -> tuple[Callable[[Tensor, Tensor], object], Between | None]:
+        """What I do with my columns. Hosts: those of my host's mean go to the worker with my place on another host, and its come to me."""
+        hosts, inner, plan_, place = state.round, state.plan.inner, state.plan.between, state.plan.place
+        assert inner is not None
+        if plan_ is None:
+            return lambda x, y: mixing.mix(inner, x, y), None
         assert isinstance(hosts, Hosts)
-        assert plan_ is not None
         mean = self._buffer(block, "host mean", 1, block.dtype, mine)
         theirs = self._buffer(block, "other hosts", max(1, len(plan_.receives)), block.dtype, mine)
         peers = [(parcel.peer * hosts.per_node + place, row) for parcel, row in zip(plan_.receives, theirs, strict=False)]
@@ -237,6 +238,7 @@ class Mixer:
         mean = self._movements[id(block)].arrive(moved, self.step)
         if mean is None:
             del self._movements[id(block)]
+            self.look_for_fault(block, block.x[0])
         return mean
 
     def moved(self, block: Block) -> Tensor | None:
@@ -288,8 +290,8 @@ class Mixer:
         self._see(block)
         if state.flight.dirty:
             self._buffers = {key: held for key, held in self._buffers.items() if key[0] != id(block)}
-        if state.flight.in_vain:
-            return  # some of the mixed row is missing, so all of it is: the Round is the identity for me
+        if state.flight.in_vain or not self._sound(block, state):
+            return  # some of the mixed row is missing or not finite, so all of it is: the Round is the identity for me
         x = block.x[0]
         if state.codes is not None:
             mean = self._arrived(block, state)
@@ -313,12 +315,32 @@ class Mixer:
         assert state.received is not None
         parcels = list(zip(state.plan.receives, state.received, strict=True))
         own = weights.get(self.rows.start, 0.0)
-        if state.flight is not None and state.flight.lost and self.exchange is not None:
-            # Whose row did not come whole is not used at all; its weight goes to my own.
-            came = [pair for pair in parcels if self.exchange.living[pair[0].peer] not in state.flight.lost]
+        if state.flight is not None and (state.flight.lost or state.spoiled) and self.exchange is not None:
+            # A row that did not come whole, or is not finite, is not used at all; its weight goes to my own.
+            lost, living = state.flight.lost, self.exchange.living
+            came = [pair for k, pair in enumerate(parcels) if living[pair[0].peer] not in lost and k not in state.spoiled]
             own += sum(weights[parcel.rows[0]] for parcel, _ in parcels) - sum(weights[parcel.rows[0]] for parcel, _ in came)
             parcels = came
         return own, [(weights[parcel.rows[0]], row) for parcel, row in parcels]
+
+    def _sound(self, block: Block, state: _Mixing) -> bool:
+        """Whether there is something to be mixed: not if my own row is not finite, or the mixed one. (Codes are looked at later.)"""
+        if not self.check_finite or state.codes is not None:
+            return True
+        sent = (block.x if state.snapshot is None else state.snapshot)[0]
+        sound = state.result is None or finite.finite(state.result[0])
+        if state.received is not None:
+            state.spoiled = {k for k, row in enumerate(state.received) if not finite.finite(row)}
+            self._turns[id(block)] = turn = self._turns.get(id(block), 0) + 1
+            sound = finite.finite(finite.share(sent, turn))
+        if not sound:
+            self.look_for_fault(block, sent)
+        return sound
+
+    def look_for_fault(self, block: Block, row: Tensor) -> None:
+        """Some row is not finite. Is it mine, and where?"""
+        if self.check_finite and self.fault is None and not finite.finite(row):
+            self.fault = Fault(finite.culprit(block, row), self.step)
 
     # --- Means -----------------------------------------------------------------------------------------------------------
 
@@ -330,8 +352,8 @@ class Mixer:
 
     @torch.inference_mode(False)  # a thread writes to what is made here, and it is in no inference mode
     @torch.no_grad()
-    def mean(self, row: Tensor, what: str = "mean()") -> Tensor:
-        """The mean over all processes of a flat tensor."""
+    def mean(self, row: Tensor, what: str = "mean()", sound: Callable[[Tensor], bool] | None = None) -> Tensor:
+        """The mean over all processes of a flat tensor. ``sound``: see :meth:`Exchange.complete`."""
         exchange = self.exchange
         if exchange is None or row.numel() == 0:
             return row
@@ -350,7 +372,8 @@ class Mixer:
                 what=what,
             )
 
-        return out if exchange.complete(start, what) else exchange.reachable(row, what).mean(dim=0)
+        done = exchange.complete(start, what, sound and (lambda: sound(out)))
+        return out if done else exchange.reachable(row, what).mean(dim=0)
 
     def gather(self, rows: Tensor, what: str = "profile") -> Tensor:
         """My rows ``[r, …]`` and everyone else's, ``[n, …]``. For small ones."""

@@ -31,8 +31,9 @@ from torch import Tensor, nn
 from gossamer import consensus, momentum, profile, scalers, shards
 from gossamer import state as state_of_worker
 from gossamer.blocks import Block
-from gossamer.errors import GossamerError
+from gossamer.errors import Diverged, GossamerError
 from gossamer.exchange import Exchange
+from gossamer.finite import Fault
 from gossamer.flat import Flat
 from gossamer.flights import Traffic
 from gossamer.gradients import Gradients
@@ -65,6 +66,7 @@ class DecentralizedDataParallel(Wrapper):
     - ``send_copy``: send from a copy, so that a slow receiver does not hold a fast sender; costs one pass over the parameters.
     - ``init``: ``"broadcast"`` gives everyone rank 0's values, as DDP does; ``"keep"`` leaves them.
     - ``timeout``: seconds without a word from a worker we wait for, after which it is an error.
+    - ``check_finite``: parameters of a worker that are not finite any more are not averaged, and are an error on that worker.
 
     Of DDP's other arguments (``device_ids`` …) each is refused with a word on what to do without it.
     """
@@ -82,6 +84,7 @@ class DecentralizedDataParallel(Wrapper):
         epochs: int | None = None,
         steps_per_epoch: int | None = None,
         timeout: float = 300.0,
+        check_finite: bool = True,
         **ddps: object,
     ) -> None:
         super().__init__()
@@ -103,6 +106,7 @@ class DecentralizedDataParallel(Wrapper):
             raise GossamerError("with graph='all-reduce' nobody can come back: all workers need all others in each step")
         self.rank = self._seat.rank if self._seat else link.rank if link else 0
         self._mixer = Mixer(self.size, self._exchange, wire, send_copy)
+        self._mixer.check_finite = check_finite
         planned = self._seat.size if self._seat else self.size
         self.schedule = schedule("complete" if self.averages_gradients else _per_host(graph), planned, (ALL_REDUCE, "auto"))
         self.order: Order = order or self.schedule.order
@@ -141,6 +145,7 @@ class DecentralizedDataParallel(Wrapper):
         if self._exchange is not None and not self._joins:
             self._agree(
                 {**self._setup(), "wire": wire, "init": init, "epochs": str(epochs), "steps_per_epoch": str(steps_per_epoch)}
+                | {"check_finite": str(check_finite)}
             )
             self._agree(self._flat.signature())
             if init == "broadcast":
@@ -157,8 +162,8 @@ class DecentralizedDataParallel(Wrapper):
 
     @property
     def _joining(self) -> bool:
-        """Whether this worker does not take part yet: it does so from its first training step on."""
-        return self._joins and (self._survival is None or self._survival.joining)
+        """Whether this worker does not take part, until its next training step: it was just started, or has diverged."""
+        return self._joins if self._survival is None else self._survival.joining
 
     @property
     def size(self) -> int:
@@ -252,6 +257,7 @@ class DecentralizedDataParallel(Wrapper):
                 _weakly(self._captured),
                 _weakly(self._take_over),
                 {**signature, "wire": self._mixer.wire, "the optimizers": optimizers},
+                self._fault,
             )
             if seat.joins:
                 self.steps = self._survival.position()
@@ -319,6 +325,25 @@ class DecentralizedDataParallel(Wrapper):
             self.schedule.succeed(self._current_schedule)
         if self._momentum is not None:
             self._momentum.share(self._gradients)
+        if self._mixer.fault is not None:
+            self._leave(self._mixer.fault)
+
+    def _leave(self, fault: Fault) -> None:
+        """This worker has diverged. Under ``gossamer launch`` it comes back with the state of another one."""
+        if self._survival is not None:
+            self._survival.leave(fault)
+            return
+        self._mixer.fault = None
+        raise Diverged(
+            f"{fault.describe(self.rank)}; the other workers have not taken it over. A smaller learning rate or clipped gradients may "
+            "help; with check_finite=False such parameters are averaged like any others"
+        )
+
+    def _fault(self) -> Fault | None:
+        """What of my parameters is not finite."""
+        for block in self._flat.blocks:
+            self._mixer.look_for_fault(block, block.x[0])
+        return self._mixer.fault
 
     def _learnt(self) -> tuple[float, ...]:
         return self._current_schedule.learnt()
@@ -454,7 +479,7 @@ class DecentralizedDataParallel(Wrapper):
     def average_(self) -> None:
         """Parameters and floating-point buffers become their mean over the workers, for good. All workers call it."""
         self._refuse_alone("average_()")
-        if self._joining:
+        if self._joins and self._joining:
             raise GossamerError(
                 f"rank {self.rank} can't average: it has not joined the others, which it does in its first training step; "
                 "the job may have ended without it"
@@ -519,7 +544,7 @@ class DecentralizedDataParallel(Wrapper):
         self._refuse_busy("save()")
         self._flat.check()
         if self._joining:
-            print(f"gossamer: rank {self.rank} has not joined the others yet, and saves nothing", flush=True)
+            print(f"gossamer: rank {self.rank} takes no part until its next training step, and saves nothing", flush=True)
             return
         state = self._capture(also or {})
         with self.consensus():

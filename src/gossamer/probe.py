@@ -80,6 +80,8 @@ class Probe:
             mean, numbers = self._sums[0].split([self._sums.shape[1] - 1 - len(self._given), 1 + len(self._given)])
             length = math.fsum(mean.square().tolist())  # exact: a sum may differ between processors, and all must see the same
             apart, carried = float(numbers[0]) - length, tuple(numbers[1:].tolist())
+        if not math.isfinite(apart):  # a replica has diverged
+            return
         scale = block.x.shape[1] / len(mean)
         self._sight = Sight(step, math.sqrt(max(0.0, scale * apart)), math.sqrt(scale * length), carried[0], carried[1:])
 

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+DIVERGED = "has diverged"  # why a worker is gone whose parameters are not finite; more follows
 FINISHED = "has finished"  # why a worker is gone that has done all it had to do
 LEAD = 8  # steps that a worker may go on without knowing when the change happens
 

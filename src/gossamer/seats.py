@@ -20,6 +20,7 @@ GENERATION = "gossamer/generation"  # the number of the one that runs, or shall 
 
 # In the store of a generation.
 BEGAN = "gossamer/began"  # how many workers have begun to train
+DIVERGED = "gossamer/diverged"  # set when the last worker has diverged: there is no state left to go on from
 ENDS = "gossamer/ends"  # how many processes have ended, by the launchers' word
 START_FAILED = "gossamer/start-failed"  # why the workers could not begin together
 START_REFUSED = "gossamer/start-refused"  # set if another try would fail as well
@@ -92,6 +93,11 @@ class Seat:
             store = self.connect()
             store.set(trains_key(self.ticket), "1")
             store.add(BEGAN, 1)
+
+    def announce_divergence(self, why: str) -> None:
+        """No worker is left whose parameters are finite. The launchers start no worker again."""
+        with contextlib.suppress(RuntimeError):
+            self.connect().set(DIVERGED, why)
 
 
 class Start:

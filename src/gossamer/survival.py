@@ -6,6 +6,7 @@ newcomer takes over the state of one who is in, and the person's callback hears 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable
@@ -14,15 +15,18 @@ from typing import Any
 import torch
 
 from gossamer import checkpoint, snapshot
-from gossamer.errors import GossamerError
+from gossamer.errors import Diverged, GossamerError
 from gossamer.exchange import Exchange
+from gossamer.finite import Fault
 from gossamer.links import Link
 from gossamer.membership import Membership
 from gossamer.mixer import Mixer
-from gossamer.roster import Change
+from gossamer.roster import DIVERGED, Change
 from gossamer.schedules import Schedule, rebuilt
 from gossamer.seats import Seat
 from gossamer.state import LAYOUT
+
+_AGAIN_STEPS = 100  # a worker that diverges so soon after its return does not come back once more
 
 _models: weakref.WeakSet[Survival] = weakref.WeakSet()  # of this process
 
@@ -38,8 +42,13 @@ def open_group(
     return link
 
 
+class _Left(Diverged):
+    """Found when a newcomer asked for the state of this worker."""
+
+
 class Survival:
-    """Of one model. ``capture()`` and ``restore(state)`` give and take all that a worker knows; ``signature`` must be the same."""
+    """Of one model. ``capture()`` and ``restore(state)`` give and take all that a worker knows; ``signature`` must be the same.
+    ``look()``: what of the parameters is not finite."""
 
     def __init__(
         self,
@@ -50,6 +59,7 @@ class Survival:
         capture: Callable[[], dict[str, Any]],
         restore: Callable[[dict[str, Any]], object],
         signature: dict[str, str],
+        look: Callable[[], Fault | None],
     ) -> None:
         self.seat, self.exchange, self.mixer, self.planned = seat, exchange, mixer, planned
         self.schedule = planned
@@ -58,7 +68,7 @@ class Survival:
         self._refuse_several()
         self.changes: list[Change] = []
         self.on_change: Callable[[Change], object] | None = None
-        self._capture, self._restore, self._signature = capture, restore, signature
+        self._capture, self._restore, self._signature, self._look = capture, restore, signature, look
         self._timeout = exchange.link.timeout
         first, me = exchange.link, weakref.ref(self)  # the thread of the membership must not keep a model that is dropped
 
@@ -70,6 +80,9 @@ class Survival:
         opened = functools.partial(open_group, seat, first.name, self._timeout)
         self._membership = Membership(seat, first.name, None if self.joining else first, opened, copied)
         exchange.guarded(self._membership)
+        self._fault: Fault | None = None  # why it left, until it is back
+        self._returned: int | None = None  # the step in which it was back, the last time
+        mixer.on_fault = self.leave
         if not self.joining:
             seat.announce_training()
 
@@ -86,20 +99,55 @@ class Survival:
         """Before a step begins. Returns its number, which is another one for a worker that has just come."""
         membership = self._membership
         if not self.joining:
-            changed = membership.before(step, self._timeout)
-            if changed is not None:
-                self._take_part(*changed)
+            with contextlib.suppress(_Left):
+                changed = membership.before(step, self._timeout)
+                if changed is not None:
+                    self._take_part(*changed)
             if not membership.evicted:
                 return step
             self.joining = True
             self._refuse_several()
+        if membership.evicted:
             membership.rejoin(self._timeout)
-        change, link = membership.join(self._timeout, self._unpack)
+        try:
+            change, link = membership.join(self._timeout, self._unpack)
+        except GossamerError as error:
+            if self._fault is None:
+                raise
+            raise self._end(self._fault, str(error)) from None
         self.seat.announce_training()
         self.joining = False
+        self._back(change.step, change.joined)
         self.schedule = self.planned  # what those have learnt who were there; what I knew may be old
         self._take_part(change, link)
         return change.step
+
+    def leave(self, fault: Fault) -> None:
+        """This worker has diverged: the others go on without it. With its next step it comes back, with the state of another one."""
+        membership, last = self._membership, self._returned
+        membership.leave(f"{DIVERGED}: {fault.parameter!r} is not finite at step {fault.step}", self._timeout)
+        if membership.blind or not membership.roster.living:
+            raise self._end(fault, "the store is gone, so it can't take over the state of another worker")
+        if len(_models) > 1:
+            raise self._end(fault, f"it trains {len(_models)} models, so it can't come back")
+        if last is not None and fault.step - last < _AGAIN_STEPS:
+            raise self._end(
+                fault, f"it took over the state of another worker in step {last}, and does so once only in {_AGAIN_STEPS}"
+            )
+        self._fault, self.joining = fault, True
+
+    def _end(self, fault: Fault, why: str) -> Diverged:
+        if not self._membership.roster.living:
+            why = "no worker is left whose state it could take over; start again from a checkpoint"
+            self.seat.announce_divergence(fault.describe(self.seat.rank))
+        return Diverged(f"{fault.describe(self.seat.rank)}; {why}")
+
+    def _back(self, step: int, joined: dict[int, int]) -> None:
+        if self._fault is not None:
+            donor = joined.get(self.seat.rank, -1)
+            said = f"{self._fault.describe(self.seat.rank)}; it has taken over the state of rank {donor}, and goes on with step {step}"
+            print(f"gossamer: {said}", flush=True)
+            self._fault, self._returned, self.mixer.fault = None, step, None
 
     def _refuse_several(self) -> None:
         if self.joining and len(_models) > 1:
@@ -122,6 +170,9 @@ class Survival:
 
     def _copied(self) -> Callable[[], bytes]:
         """One pass over the memory between two steps; the rest can be done in the background."""
+        if (fault := self._look()) is not None:
+            self.leave(fault)
+            raise _Left(fault.describe(self.seat.rank))
         tensors, parts = snapshot.pack(self._capture())
         copies = {key: t.detach().clone(memory_format=torch.contiguous_format) for key, t in tensors.items()}
         return lambda: checkpoint.dumps(copies, {"signature": self._signature, "parts": parts})
