@@ -105,7 +105,7 @@ class Link:
         self.rank, self.size, self.timeout, self.epoch = rank, size, timeout, epoch
         self.names: Sequence[int] = range(size)  # what the ranks are called in messages
         self.name = name or next_name()
-        self.store = dist.PrefixStore(f"{self.name}/{epoch}", store)
+        self.store: Any = dist.PrefixStore(f"{self.name}/{epoch}", store)
         self._agreements = 0
         self._abandoned, self._start = abandoned, start
         self.closed = False
@@ -259,7 +259,7 @@ class Link:
     def discard(self) -> None:
         """Give back its threads and descriptors. No operation is under way."""
         self._status.close()
-        self.closed, self._group = True, None
+        self.closed, self._group, self.store, self._start = True, None, None, None
 
 
 class Alone(Link):
