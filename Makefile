@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench bench-workers study-figures clean
+.PHONY: demo test lint bench bench-workers reliability study-figures clean
 
 demo: $(READY)  ## DBench's quickstart on embedded data; ends with the path of a report to open in a browser
 	$(BIN)/gossamer bench quickstart --out runs/quickstart
@@ -28,6 +28,12 @@ bench-workers: $(READY)  ## real workers against torch DDP and decent-dp, also i
 	$(BIN)/python -m benchmarks.step_time
 	$(BIN)/python -m benchmarks.time_to_loss
 	$(BIN)/python -m benchmarks.wire
+
+reliability: $(READY)  ## a million simulated schedules, and campaigns on real workers: kills, pauses; an hour, nothing else running
+	$(BIN)/python -m benchmarks.schedules
+	$(BIN)/python -m benchmarks.reliability scripts
+	$(BIN)/python -m benchmarks.reliability kills
+	$(BIN)/python -m benchmarks.reliability pauses
 
 study-figures: $(READY)  ## figures and tables of docs/study.md from the committed results
 	$(BIN)/python -m studies figures

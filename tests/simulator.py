@@ -342,7 +342,8 @@ class Worker:
             yield is_in
             if not member.evicted:
                 break
-            ticket = (yield Add(TICKETS, 1)) - 1
+            taken: int = yield Add(TICKETS, 1)
+            ticket = taken - 1
             member.renamed(ticket)
             self.world.tickets[ticket] = self
             self.links = set()
@@ -430,7 +431,8 @@ class World:
 
     def __init__(self, seed: int) -> None:
         rng = self.rng = random.Random(seed)
-        self.now, self._queue, self._count = 0.0, [], 0
+        self.now, self._count = 0.0, 0
+        self._queue: list[tuple[float, int, Worker | None, Any]] = []
         self.n = rng.choice((2, 2, 3, 3, 3, 4))
         self.slices, self.ring = rng.random() < 0.5, rng.random() < 0.3
         self.last = rng.randrange(2, 7)
@@ -447,7 +449,7 @@ class World:
         self.broken: set[tuple[int, int, int]] = set()  # (epoch, ticket, ticket)
         self.half: set[tuple[int, int, int]] = set()  # the same, but only the first one notices
         self.builds: dict[int, dict[int, Worker]] = {}
-        self.results: dict[Any, frozenset[int] | None] = {}
+        self.results: dict[Any, frozenset[int]] = {}
         self.last_fault = 0.0
         self.running = self.n
         self.history: list[str] = []
