@@ -37,6 +37,9 @@ LEAD = 2
 GRACE = 0.2
 
 
+Script = Generator[Any, Any, None]
+
+
 class Violation(Exception):
     pass
 
@@ -200,7 +203,7 @@ class Worker:
         self.ticking = False
         self.tick_at(0.005 if self.member.again else 1.0)
 
-    def drive(self, rules: Generator, result: Any, then: Any) -> None:
+    def drive(self, rules: Script, result: Any, then: Any) -> None:
         """Rules of the membership thread, until they must wait."""
         world, member = self.world, self.member
         while True:
@@ -276,7 +279,7 @@ class Worker:
         if self.parked is condition and self.world.now - self.parked_since >= TIMEOUT:
             raise Violation(f"a wait does not end: rank {self.rank} (ticket {self.ticket}) at step {self.step}")
 
-    def script(self) -> Generator:
+    def script(self) -> Script:
         world = self.world
         if self.joins:
             yield from self.join()
@@ -291,7 +294,7 @@ class Worker:
         yield from self.collective("average_()")
         self.leads = self.ticket == self.voters[0]
 
-    def once(self) -> Generator:
+    def once(self) -> Script:
         """A step, and what a script does after it."""
         world, member = self.world, self.member
         yield from self.before()
@@ -314,7 +317,7 @@ class Worker:
         if self.step % world.every == 0 and self.step < world.last:
             yield from self.collective("mean()")
 
-    def before(self) -> Generator:
+    def before(self) -> Script:
         member = self.member
         self.hand_out()
         member.step = self.step
@@ -329,7 +332,7 @@ class Worker:
             self.counts = {member.part.roster.epoch: 64}
         member.take(member.part.begun(self.step))
 
-    def join(self) -> Generator:
+    def join(self) -> Script:
         member = self.member
         member.asks = True
         self.tick_at(0.01)
@@ -363,7 +366,7 @@ class Worker:
             self.world.hand_over(newcomer, number)
         self.wanted = []
 
-    def wait(self, flight: Flight) -> Generator:
+    def wait(self, flight: Flight) -> Script:
         def landed() -> bool:
             flight.look()
             return flight.done
@@ -399,7 +402,7 @@ class Worker:
         elif world.now - self.apart_since > APART and world.now - world.last_fault > APART:
             raise Violation(f"rank {self.rank} trains on alone at step {self.step}, {world.now - self.apart_since:.0f} s now")
 
-    def collective(self, what: str) -> Generator:
+    def collective(self, what: str) -> Script:
         member, world = self.member, self.world
         rules = self.calls.complete(what, TIMEOUT)
         value: frozenset[int] | None = None
