@@ -152,19 +152,24 @@ class Member:
         yield from self._do_my_part()
 
     def read_log(self) -> Rules[None]:
-        events = []
-        while (entry := (yield Look(self._log_key))) is not None:
-            events.append(parsed(entry))
-            self.read += 1
+        before = self.part
+        while True:
+            at = self.read
+            entry: str | None = yield Look(self._log_key)
+            if entry is None:
+                break
+            if self.read == at:  # otherwise it was read meanwhile, when this worker says that it leaves
+                self.read += 1
+                self._hear(parsed(entry))
         self.log_was_read = True
-        if not events:
-            return
-        for event in events:
-            self.take(self.part.heard(event))
-            proposal, roster = self.part.roster.proposal, self.part.roster
-            if proposal is not None and proposal.number not in self.donors:
-                self.donors[proposal.number] = {q: roster.donor(q) for q in roster.newcomers()}
-        self.count_losses()
+        if self.part is not before:
+            self.count_losses()
+
+    def _hear(self, event: Event) -> None:
+        self.take(self.part.heard(event))
+        proposal, roster = self.part.roster.proposal, self.part.roster
+        if proposal is not None and proposal.number not in self.donors:
+            self.donors[proposal.number] = {q: roster.donor(q) for q in roster.newcomers()}
 
     def _append(self, event: Event) -> Rules[bool]:
         """If somebody else was first, it is tried again after a look at what they had to say."""
