@@ -45,7 +45,7 @@ class Member:
         self.failed = -1
         self.read = 0  # entries of the log
         self.log_was_read = False
-        self.again = False  # somebody else wrote into the log first: tick at once
+        self.again = False  # another worker wrote into the log first: tick at once
         self.lost: dict[tuple[int, int], tuple[float, str]] = {}  # (epoch, ticket) -> when the connection broke, and why
         self._told: set[tuple[int, int]] = set()
         self._losses: dict[int, Losses] = {}
@@ -172,7 +172,7 @@ class Member:
             self.donors[proposal.number] = {q: roster.donor(q) for q in roster.newcomers()}
 
     def _append(self, event: Event) -> Rules[bool]:
-        """If somebody else was first, it is tried again after a look at what they had to say."""
+        """If another worker was first, it is tried again after a look at what that one had to say."""
         if self.evicted:
             return False  # it has no say any more
         text = written(event)

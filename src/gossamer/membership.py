@@ -110,7 +110,7 @@ class Membership:
 
     def before(self, step: int, timeout: float) -> tuple[Change, Link] | None:
         """To be called before a step begins. Returns the change that happens now, if one does."""
-        self.member.step = step  # before the look: whoever says that something is under way looks at the step after that
+        self.member.step = step  # before the look: a worker that says that something is under way looks at the step after that
         if self._wanted:
             self._hand_out()
         if self.member.quiet:  # in nearly every step: no lock

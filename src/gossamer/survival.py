@@ -35,7 +35,7 @@ def open_group(
     seat: Seat, name: str, timeout: float, number: int, place: int, names: tuple[int, ...], abandoned: Callable[[], bool]
 ) -> Link:
     """The group of an epoch."""
-    # On a connection of its own: gloo waits on it for those who have to come, up to 10 s, and nothing else gets through meanwhile.
+    # On a connection of its own: gloo waits on it for the members that have to come, up to 10 s, and nothing else gets through meanwhile.
     # If one of them dies, the next group must not wait for that.
     link = Link(seat.connect(), place, len(names), timeout, number, name, abandoned)
     link.names = names
