@@ -211,6 +211,7 @@ def sent_bytes(tmp_path):
             seat=types.SimpleNamespace(rank=1),
             _signature={"graph": "ring", **model._flat.signature()},
             _capture=lambda: model._capture({}),
+            _look=lambda: None,
             _restore=lambda parts: model._restore(parts, "the state of the others", {}),
         )
 

@@ -12,6 +12,7 @@ Collectives are rare (evaluation, logging, the end of training), so a few looks 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ class Collectives:
         self._group = -1  # the epoch whose connections are used
         self._voters: tuple[int, ...] = ()
         self._old: list[tuple[str, str]] = []
+        self._differ = math.inf  # since when the votes are known to be of different collectives
 
     @property
     def voters(self) -> tuple[int, ...]:
@@ -74,7 +76,7 @@ class Collectives:
         if self._voters == (member.ticket,):
             return {"done": whole, "living": self._voters, "group": self._group}
         mine, decided = f"{name}/{member.ticket}", f"{name}/decision"
-        pause = _SHORTEST
+        pause, self._differ = _SHORTEST, math.inf
         yield Put(mine, f"{int(whole)} {what}")
         yield from self._forget(mine, decided)
         while (text := (yield Look(decided))) is None:
@@ -102,6 +104,10 @@ class Collectives:
         said = {q: vote.split(" ", 1) for q, vote in votes.items() if vote is not None}
         living = [q for q in self._voters if q not in roster.dead]
         if len({said[q][1] for q in living}) > 1:
+            # One of them may have been evicted, and not know it when it voted: the log says so by now, and is read first.
+            self._differ = min(self._differ, self._member.clock())
+            if self._member.confirmed <= self._differ:
+                return None
             shown = ", ".join(f"rank {roster.ranks[q]} is in {said[q][1]}" for q in living)
             return {"error": f"{shown}: collectives must be called by all workers, in the same order"}
         if set(votes.values()) == {f"1 {said[living[0]][1]}"}:

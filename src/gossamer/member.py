@@ -217,8 +217,8 @@ class Member:
     def _tell_losses(self, now: float) -> Rules[None]:
         roster = self.part.roster
         for (epoch, q), (since, why) in list(self.lost.items()):
-            if epoch not in (roster.epoch, self.part.epoch) or q in roster.dead:
-                continue
+            if epoch not in self.members or q in roster.dead:
+                continue  # it is said of an epoch that is over here, too: the peer may still be in it, and wait
             if (epoch, q) not in self._told and not (yield from self._dead_by_now(q)):
                 if (yield from self._append(Event("lost", self.ticket, epoch, peer=q, why=why))):
                     self._told.add((epoch, q))
