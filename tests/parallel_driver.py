@@ -1006,9 +1006,7 @@ def a_fresh_run_in_the_folder_of_an_older_one_replaces_its_checkpoints(world):
     assert torch.equal(flat(again), flat(model))
 
 
-@case(2)
-def a_checkpoint_that_some_workers_lost_is_an_error(world):
-    folder = world.folder / "lost"
+def saved_twice(world, folder):
     model = world.model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model.gossip(optimizer)
@@ -1016,6 +1014,13 @@ def a_checkpoint_that_some_workers_lost_is_an_error(world):
         train(world, model, optimizer, 1, step)
         model.save(folder)
     dist.barrier()
+    return model
+
+
+@case(2)
+def a_checkpoint_that_some_workers_lost_is_an_error(world):
+    folder = world.folder / "lost"
+    model = saved_twice(world, folder)
     if world.rank == 1:
         for path in folder.glob("*.rank-1-*"):
             path.unlink()
@@ -1033,13 +1038,7 @@ def a_checkpoint_that_some_workers_lost_is_an_error(world):
 @case(2)
 def a_damaged_file_is_left_for_the_step_before_it_by_all(world):
     folder = world.folder / "damaged"
-    model = world.model()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model.gossip(optimizer)
-    for step in range(2):
-        train(world, model, optimizer, 1, step)
-        model.save(folder)
-    dist.barrier()
+    model = saved_twice(world, folder)
     if world.rank == 1:
         path = folder / "step-000000002.rank-1-of-2.ckpt"
         path.write_bytes(path.read_bytes()[:-3] + b"abc")

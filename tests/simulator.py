@@ -455,7 +455,6 @@ class World:
         self.results: dict[Any, frozenset[int]] = {}
         self.last_fault = 0.0
         self.running = self.n
-        self.history: list[str] = []
         self.workers = [Worker(self, rank, rank, False) for rank in range(self.n)]
         self._faults()
 

@@ -185,8 +185,8 @@ class Exchange:
         home = self.link, self.living, self.collectives
 
         def fly(link: Link, places: tuple[int, ...]) -> bool:
-            if link is not self.link:  # of an epoch that begins later, or back
-                self.collectives = home[2] if link is home[0] else self._early.setdefault(link.epoch, 0)
+            if link is not self.link:  # of an epoch that begins later
+                self.collectives = self._early.get(link.epoch, 0)
             self.link, self.living = link, places
             flight = start()
             if link is not home[0]:
@@ -271,8 +271,9 @@ class Exchange:
         if self._stream is not None:
             self._on_stream(flight, outgoing, incoming, then)
             return flight
-        if self.guard is not None:
-            given_up = waiting.at_start(flight.essential, flight.peers, self.guard.losses(flight.link))
+        losses = waiting.NONE if self.guard is None else self.guard.losses(flight.link)
+        if losses is not waiting.NONE:  # in nearly every step nothing is lost
+            given_up = waiting.at_start(flight.essential, flight.peers, losses)
             flight.lost |= given_up.lost
             if given_up.in_vain:
                 flight.submitted = True
