@@ -19,7 +19,7 @@ from rich.table import Table
 from benchmarks.timing import console, interleaved, verdict
 from gossamer import Recipe, Settings, Trainer
 from gossamer.apps import tasks
-from gossamer.learning_rates import LearningRate, WarmupCosine
+from gossamer.optim.learning_rates import LearningRate, WarmupCosine
 
 _STEPS = 10  # in one repeat
 

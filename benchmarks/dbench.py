@@ -22,11 +22,11 @@ import torch
 from benchmarks.timing import console, interleaved, verdict
 from gossamer import Trainer
 from gossamer.apps import tasks
-from gossamer.backends import Backend
 from gossamer.dbench import bench, report
 from gossamer.dbench import spec as specs
 from gossamer.dbench.store import FILE, Store
-from gossamer.profile import Profile
+from gossamer.rows.backends import Backend
+from gossamer.rows.profile import Profile
 
 
 def overhead(folder: Path) -> float:

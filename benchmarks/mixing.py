@@ -17,10 +17,10 @@ from torch import nn
 
 from benchmarks.timing import console, interleaved, verdict
 from gossamer import Recipe, Replicas, graphs
-from gossamer.algorithms import AdaptThenCombine
-from gossamer.mixer import Mixer
-from gossamer.mixing import mix
+from gossamer.methods import AdaptThenCombine
 from gossamer.optim import BlockOptimizer
+from gossamer.rows.mixing import mix
+from gossamer.transport.mixer import Mixer
 
 LARGE = [
     "complete",

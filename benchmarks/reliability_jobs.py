@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.reliability_scripts.train import MEAN, RECORD, SAVE, STEP, WRONG
-from gossamer import checkpoint
+from gossamer.checkpoints import checkpoint
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = Path(__file__).parent / "reliability_scripts"

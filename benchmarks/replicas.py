@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from benchmarks.timing import console, interleaved, verdict
 from gossamer import Recipe, Replicas, Settings, Task, Trainer
 from gossamer.apps import models
-from gossamer.backends import Backend
+from gossamer.data.tasks import cross_entropy
 from gossamer.optim import BlockOptimizer
-from gossamer.tasks import cross_entropy
+from gossamer.rows.backends import Backend
 
 
 @dataclass(frozen=True)

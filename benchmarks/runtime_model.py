@@ -67,7 +67,7 @@ def batch_128() -> tuple[nn.Module, object, torch.optim.Optimizer]:
 
 
 def calibrate(rate: str, out: Path) -> Cluster:
-    from gossamer.lab import Lab
+    from gossamer.runtime.lab import Lab
 
     command = ["python", "-m", "gossamer", "calibrate", "--out", str(out), "--name", f"lab, {rate}"]
     for batch in BATCHES:

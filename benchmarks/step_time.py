@@ -259,7 +259,7 @@ def _traffic(contender: Contender) -> tuple[int, float, float]:
 
 def measure(setting: Setting, turns: int, steps: int, scratch: Path, module: str = "benchmarks.step_time") -> dict:
     """``module``: whose ``--worker`` runs the setting."""
-    from gossamer.lab import Lab
+    from gossamer.runtime.lab import Lab
 
     out = scratch / f"{setting.name}.json"
     out.unlink(missing_ok=True)

@@ -55,7 +55,7 @@ _AFTER = 3.0  # seconds after a kill in which a step counts as held by it
 
 def work(graph: str, out: Path, pause: float) -> None:
     from gossamer.apps import data, models
-    from gossamer.roster import Change
+    from gossamer.members.roster import Change
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

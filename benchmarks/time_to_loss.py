@@ -38,8 +38,8 @@ import gossamer
 from benchmarks import chart
 from benchmarks.timing import console
 from gossamer.apps import data, models
-from gossamer.learning_rates import WarmupCosine
-from gossamer.mixer import Wire
+from gossamer.optim.learning_rates import WarmupCosine
+from gossamer.transport.mixer import Wire
 
 METHODS: dict[str, tuple[str, Wire, Literal["awc", "atc"]] | None] = {  # graph, wire, order
     "DDP": None,
@@ -142,7 +142,7 @@ def run(method: str, args: argparse.Namespace) -> dict[str, Any]:
                 if worker.code:
                     raise SystemExit(worker.out + worker.err)
         else:
-            from gossamer.lab import Lab
+            from gossamer.runtime.lab import Lab
 
             with Lab(hosts=HOSTS, rate=args.rate) as lab:
                 done = lab.run(["python", *command], timeout=1800, echo=False)

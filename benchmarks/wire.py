@@ -19,7 +19,7 @@ import torch
 from benchmarks.timing import console, verdict
 from gossamer import Evaluation, LearningRate, Recipe, Settings, Trainer, WarmupCosine
 from gossamer.apps import tasks
-from gossamer.mixer import Wire
+from gossamer.transport.mixer import Wire
 
 _SEEDS = (0, 1, 2)
 _GRAPHS = ("one-peer-exponential", "ring")

@@ -11,7 +11,7 @@ import numpy as np
 
 from gossamer.dbench.analysis import RunData, load
 from gossamer.dbench.store import FILE, Store
-from gossamer.profile import MEASURES
+from gossamer.rows.profile import MEASURES
 
 _POINTS = 40  # of a curve
 

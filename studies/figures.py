@@ -15,7 +15,7 @@ import scipy.stats
 
 from benchmarks import chart
 from gossamer.dbench.analysis import Estimate, estimate
-from gossamer.profile import MEASURES
+from gossamer.rows.profile import MEASURES
 
 PAGE = Path(__file__).parent.parent / "docs" / "study.md"
 CONTROL = "periodic:every=1,bits=8"  # ada-auto if it stayed where it begins

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gossamer.tasks import Task
+from gossamer.data.tasks import Task
 
 
 class Cnn(nn.Module):

@@ -26,8 +26,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import gossamer
-from gossamer import DecentralizedDataParallel, GossamerError, Recipe, Settings, Trainer, checkpoint, graphs, links, momentum
-from gossamer.tasks import Task
+from gossamer import DecentralizedDataParallel, GossamerError, Recipe, Settings, Trainer, graphs
+from gossamer.checkpoints import checkpoint
+from gossamer.data.tasks import Task
+from gossamer.optim import momentum
+from gossamer.transport import link as links
 
 CASES = {}
 TIMEOUT = 10  # seconds: a case that fails on one worker must not hold the others for long

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from gossamer import LearningRate, Recipe, Settings, Trainer
-from gossamer.exchange import Exchange
-from gossamer.learning_rates import WarmupCosine
-from gossamer.links import open_link
-from gossamer.tasks import Task
+from gossamer.data.tasks import Task
+from gossamer.members.store import open_link
+from gossamer.optim.learning_rates import WarmupCosine
+from gossamer.transport.exchange import Exchange
 from tests.models import Cnn, mlp, task
 
 N, STEPS = 8, 30

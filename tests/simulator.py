@@ -14,6 +14,7 @@ python -m tests.simulator [SCHEDULES] [FIRST SEED]
 
 from __future__ import annotations
 
+import gc
 import heapq
 import json
 import random
@@ -22,13 +23,13 @@ import time
 from collections.abc import Generator
 from typing import Any
 
-from gossamer import waiting
-from gossamer.collectives import Collectives
-from gossamer.effects import Add, Build, Claim, Drop, Fly, Look, Pause, Put
 from gossamer.errors import Evicted, GossamerError
-from gossamer.member import Member
-from gossamer.roster import Event, Roster
-from gossamer.seats import ENDS, TICKETS, ended_key
+from gossamer.members.collectives import Collectives
+from gossamer.members.effects import Add, Build, Claim, Drop, Fly, Look, Pause, Put
+from gossamer.members.member import Member
+from gossamer.members.roster import Event, Roster
+from gossamer.members.store import ENDS, TICKETS, ended_key
+from gossamer.transport import waiting
 
 EVICT_AFTER = 3.0
 TIMEOUT = 60.0  # seconds that a wait may take; no fault here lasts as long
@@ -53,7 +54,7 @@ def _remembered(self: Roster, event: Event) -> Roster:
     key = (id(self), event)
     found = _folded.get(key)
     if found is None:
-        if len(_folded) > 300_000:
+        if len(_folded) > 10_000:
             _folded.clear()
         found = _folded[key] = (self, _apply(self, event))
     return found[1]
@@ -88,6 +89,7 @@ class Flight:
         worker, epoch, lost = self.worker, self.epoch, self.lost
         world, me, members = worker.world, worker.member.ticket, worker.member.members[epoch]
         message = (epoch, self.tag, self.stage, me)
+        self.expected = [(k, (epoch, self.tag, self.stage, members[k])) for k in self.needs]
         for k in self.peers:
             if k in lost:
                 continue
@@ -99,9 +101,8 @@ class Flight:
 
     def waits(self) -> list[int]:
         """Peers whose rows have not come, and are not lost."""
-        members, inbox = self.worker.member.members[self.epoch], self.worker.inbox
-        lost, head = self.lost, (self.epoch, self.tag, self.stage)
-        missing = [k for k in self.needs if k not in lost and (*head, members[k]) not in inbox]
+        inbox, lost = self.worker.inbox, self.lost
+        missing = [k for k, message in self.expected if message not in inbox and k not in lost]
         return missing + [k for k in self.failing if k not in lost] if self.failing else missing
 
     def advance(self) -> list[int]:
@@ -207,14 +208,14 @@ class Worker:
         """Rules of the membership thread, until they must wait."""
         world, member = self.world, self.member
         while True:
-            part, losses = member.part, member.losses(member.part.epoch)
+            part, losses = member.part, member._losses
             try:
                 effect = rules.send(result)
             except StopIteration as end:
                 then(end.value)
                 self.poke()
                 return
-            if member.part is not part or member.losses(member.part.epoch) is not losses:
+            if member.part is not part or member._losses is not losses:
                 self.poke()
             if type(effect) is Build:
                 world.build(self, effect.roster)
@@ -484,26 +485,35 @@ class World:
             raise Violation("a worker waits for ever")
         self._check_end()
 
+    def vanish(self) -> None:
+        """Its parts know each other: when they do not any more, the memory is free at once."""
+        for worker in self.workers:
+            worker.__dict__.clear()
+        self.__dict__.clear()
+
     # --- The store --------------------------------------------------------------------------------------------------------
 
     def at_store(self, worker: Worker, effect: Any, then: Any) -> None:
-        def arrive() -> None:
-            if not self.store_up:
-                self._waiting.append((worker, arrive))
-                return
-            then(self.store_does(effect))
+        self.after(self.rng.random() * 0.02, worker, lambda: self._at_store(worker, effect, then))
 
-        self.after(self.rng.random() * 0.02, worker, arrive)
+    def _at_store(self, worker: Worker, effect: Any, then: Any) -> None:
+        if self.store_up:
+            then(self.store_does(effect))
+        else:
+            self._waiting.append((worker, lambda: self._at_store(worker, effect, then)))
 
     def store_does(self, effect: Any) -> Any:
         store, kind = self.store, type(effect)
         if kind is Look:
             return store.get(effect.key)
         if kind is Claim:
-            key, value = effect
-            if key not in store:
+            key, value, expected = effect
+            if store.get(key, "") == expected:
                 store[key] = value
-                self._logged(value) if key.startswith("job/log/") else self._voted()
+                if key.startswith("job/log/"):
+                    self._logged(value)
+                elif key.startswith("job/votes/"):
+                    self._voted()
             return store[key]
         if kind is Put:
             store[effect.key] = effect.value
@@ -622,17 +632,16 @@ class World:
     def hand_over(self, newcomer: int, number: int) -> None:
         worker = self.by_ticket(newcomer)
         if worker is not None and worker.alive:
+            self.after(self.rng.random() * 0.2, worker, lambda: self._handed_over(worker, newcomer, number))
 
-            def arrive() -> None:
-                if worker.ticket != newcomer or worker.member.void(number):
-                    return
-                if number not in worker.links:  # its group does not stand yet
-                    self.after(0.1, worker, arrive)
-                    return
-                worker.member.built = number
-                worker.tick_at(0.01)
-
-            self.after(self.rng.random() * 0.2, worker, arrive)
+    def _handed_over(self, worker: Worker, newcomer: int, number: int) -> None:
+        if worker.ticket != newcomer or worker.member.void(number):
+            return
+        if number not in worker.links:  # its group does not stand yet
+            self.after(0.1, worker, lambda: self._handed_over(worker, newcomer, number))
+            return
+        worker.member.built = number
+        worker.tick_at(0.01)
 
     # --- What the workers saw ---------------------------------------------------------------------------------------------
 
@@ -778,15 +787,22 @@ def search(seeds: range, most: int = 10) -> dict[int, str]:
     """The seeds that violate something, and what; stops after ``most`` of them."""
     found: dict[int, str] = {}
     Roster.apply = _remembered  # type: ignore[method-assign]
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # worlds take themselves apart
     try:
         for seed in seeds:
+            world = World(seed)
             try:
-                World(seed).run()
+                world.run()
             except Exception as violation:  # a rule that raises something else is wrong as well
                 found[seed] = str(violation) if isinstance(violation, Violation) else repr(violation)
                 if len(found) >= most:
                     break
+            world.vanish()
     finally:
+        gc.enable()
+        gc.unfreeze()
         Roster.apply = _apply  # type: ignore[method-assign]
     return found
 

@@ -9,9 +9,10 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from torch import nn
 
-from gossamer import AccumAdam, AccumAdamW, GossamerError, Replicas, accum_adam, decay_groups
-from gossamer.accum_adam import reference
+from gossamer import AccumAdam, AccumAdamW, GossamerError, Replicas, decay_groups
 from gossamer.apps.models import CifarResNet
+from gossamer.optim import accum_adam
+from gossamer.optim.accum_adam import reference
 
 BOTH = [(AccumAdam, torch.optim.Adam), (AccumAdamW, torch.optim.AdamW)]
 

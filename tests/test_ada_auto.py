@@ -11,14 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gossamer import GossamerError, LearningRate, Recipe, Settings, Task, Trainer, graphs, mixing
-from gossamer.blocks import Block
-from gossamer.frontier import Level, frontier
-from gossamer.learning_rates import WarmupCosine
-from gossamer.mixer import Mixer
-from gossamer.probe import Probe, sample, sampled
-from gossamer.rounds import Mean
+from gossamer import GossamerError, LearningRate, Recipe, Settings, Task, Trainer, graphs
+from gossamer.graphs.rounds import Mean
+from gossamer.optim.learning_rates import WarmupCosine
+from gossamer.rows import mixing
+from gossamer.rows.block import Block
 from gossamer.schedules import AdaAuto, Sight, schedule
+from gossamer.schedules.frontier import Level, frontier
+from gossamer.transport.mixer import Mixer
+from gossamer.transport.probe import Probe, sample, sampled
 from tests.models import mlp, stopped_and_loaded, task
 
 # --- Ways to average -------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from gossamer.dbench import analysis as a
 from gossamer.dbench.findings import findings
 from gossamer.dbench.spec import load
 from gossamer.dbench.store import Run
-from gossamer.profile import MEASURES
+from gossamer.rows.profile import MEASURES
 from gossamer.trainer import EpochRecord
 
 

@@ -26,7 +26,7 @@ from gossamer.dbench.report import write
 from gossamer.dbench.results import as_csv, as_table, results
 from gossamer.dbench.store import FILE, Store
 from gossamer.errors import GossamerError
-from gossamer.replicas import Replicas
+from gossamer.rows.replicas import Replicas
 from tests.commands import ROOT, gossamer, inside
 from tests.models import task
 

@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 import gossamer
-from gossamer import GossamerError, Recipe, Settings, Trainer, checkpoint, shards, snapshot
-from gossamer import state as states
-from gossamer.checkpoint import Unreadable
+from gossamer import GossamerError, Recipe, Settings, Trainer
+from gossamer.checkpoints import checkpoint, shards, snapshot
+from gossamer.checkpoints import worker as states
+from gossamer.checkpoints.checkpoint import Unreadable
 from gossamer.dbench import bench
 from gossamer.dbench import spec as specs
 from gossamer.dbench.store import FILE, Store
-from gossamer.survival import Survival
+from gossamer.members.changes import Survival
 from tests.commands import inside
 from tests.models import task
 
@@ -193,7 +194,7 @@ def trainer_file(tmp_path):
     trainer.save(path)
 
     def all_of(trainer):
-        tensors, listed = snapshot.pack(gossamer.trainer_state.capture(trainer))
+        tensors, listed = snapshot.pack(gossamer.checkpoints.trainer.capture(trainer))
         return {key: t.clone() for key, t in tensors.items()}, json.dumps(listed), trainer.step
 
     def load(data):

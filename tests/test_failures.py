@@ -17,7 +17,9 @@ from rich.console import Console
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 
-from gossamer import Ada, GossamerError, LearningRate, Recipe, Settings, Task, Trainer, graphs, seeds
+from gossamer import Ada, GossamerError, LearningRate, Recipe, Settings, Task, Trainer, graphs
+from gossamer.data import seeds
+from gossamer.data.sampling import sampler
 from gossamer.dbench import analysis, bench, compare, toll
 from gossamer.dbench import spec as specs
 from gossamer.dbench.cell import book, run_cell
@@ -25,9 +27,8 @@ from gossamer.dbench.failures import EventPart, FailuresPart
 from gossamer.dbench.report import write
 from gossamer.dbench.results import results
 from gossamer.dbench.store import FILE, Store
-from gossamer.outages import Attendance, Outage, donors
-from gossamer.replicas import Replicas
-from gossamer.sampling import sampler
+from gossamer.members.outages import Attendance, Outage, donors
+from gossamer.rows.replicas import Replicas
 from gossamer.schedules import rebuilt, schedule
 from tests.models import Cnn, Dropout, mlp, stopped_and_loaded, task
 from tests.test_report import browser, needs_browser, open_page, plotted  # noqa: F401  (a fixture)

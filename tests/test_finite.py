@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
-from gossamer import mixing
-from gossamer.blocks import Block
-from gossamer.finite import culprit, finite, share
-from gossamer.plans import plan
+from gossamer.rows import mixing
+from gossamer.rows.block import Block
+from gossamer.rows.finite import culprit, finite, share
 from gossamer.schedules import schedule
+from gossamer.transport.routes import plan
 from tests import workers
 from tests.finite_driver import RATE, Net, gradients, row
 

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from gossamer import flights
-from gossamer.flights import Flight, Traffic, Waiter
-from gossamer.links import Tag
-from gossamer.waiting import Losses
+from gossamer.transport import transfer as flights
+from gossamer.transport.link import Tag
+from gossamer.transport.transfer import Flight, Traffic, Waiter
+from gossamer.transport.waiting import Losses
 
 
 class Row:

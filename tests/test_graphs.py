@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gossamer import graphs
 from gossamer.errors import GossamerError
-from gossamer.rounds import General, Groups, Mean, Permutation, Window
+from gossamer.graphs.rounds import General, Groups, Mean, Permutation, Window
 
 PRIMES = [2, 3, 5, 7, 11, 13, 31, 61, 97, 127, 199]
 ANY_N = st.one_of(st.just(1), st.sampled_from(PRIMES), st.integers(2, 200))

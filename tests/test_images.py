@@ -15,11 +15,11 @@ import torch
 
 Image = pytest.importorskip("PIL.Image")
 
-from gossamer import seeds  # noqa: E402
 from gossamer.apps import data  # noqa: E402
 from gossamer.apps.augment import IMAGENET  # noqa: E402
 from gossamer.apps.data import decoders  # noqa: E402
 from gossamer.apps.data.decoder import decode, part  # noqa: E402
+from gossamer.data import seeds  # noqa: E402
 from gossamer.errors import GossamerError  # noqa: E402
 
 SIZE = 16

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from gossamer import cli, lab
+from gossamer import cli
 from gossamer.errors import GossamerError
-from gossamer.lab import Lab
+from gossamer.runtime import lab
+from gossamer.runtime.lab import Lab
 
 try:
     _PROBLEM = None if lab.check() else ""

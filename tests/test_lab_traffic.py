@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from gossamer.lab import Lab
+from gossamer.runtime.lab import Lab
 
 pytestmark = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="the lab needs root")
 

@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from gossamer.launch import Job, Launcher
+from gossamer.members.launch import Job, Launcher
 from tests import commands
 from tests.workers import ROOT
 
@@ -204,7 +204,7 @@ def test_plain_programs_are_left_alone_when_one_fails():
 
 DISAGREE = """
 import os, torch
-from gossamer.links import open_link
+from gossamer.members.store import open_link
 open_link(torch.device("cpu"), 20).agree({"graph": "ring" + os.environ["RANK"]})
 """
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gossamer.lab import Lab
+from gossamer.runtime.lab import Lab
 from tests.workers import ROOT
 
 pytestmark = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="the lab needs root")

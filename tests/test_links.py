@@ -6,9 +6,9 @@ import time
 
 import torch.distributed as dist
 
-from gossamer import links
-from gossamer.seats import Seat
-from gossamer.survival import open_group
+from gossamer.members.changes import open_group
+from gossamer.members.store import Seat
+from gossamer.transport import link as links
 from tests import workers
 
 CODE = """

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossamer import graphs
-from gossamer.blocks import Block
 from gossamer.errors import GossamerError
-from gossamer.mixer import Mixer
-from gossamer.mixing import mix, reference
-from gossamer.rounds import Groups, Mean, Permutation, Window
+from gossamer.graphs.rounds import Groups, Mean, Permutation, Window
+from gossamer.rows.block import Block
+from gossamer.rows.mixing import mix, reference
+from gossamer.transport.mixer import Mixer
 from tests.test_graphs import ANY_N, applicable
 
 

@@ -22,7 +22,7 @@ from gossamer.apps.models import (
     mlp,
     norm_layer,
 )
-from gossamer.replicas import Replicas
+from gossamer.rows.replicas import Replicas
 
 
 def word_lstm_size(v, e, h, tied=False):

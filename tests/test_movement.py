@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gossamer import GossamerError, codec, graphs, movement
-from gossamer.blocks import Block
-from gossamer.mixer import Mixer
-from gossamer.movement import Movement, mean_of_codes
-from gossamer.rounds import Mean
+from gossamer import GossamerError, graphs
+from gossamer.graphs.rounds import Mean
+from gossamer.rows import codec, movement
+from gossamer.rows.block import Block
+from gossamer.rows.movement import Movement, mean_of_codes
+from gossamer.transport.mixer import Mixer
 
 
 def through(row, turn=0):

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from gossamer.parallel import _per_host
+from gossamer.parallel.module import _per_host
 from gossamer.schedules import schedule
 from tests import parallel_driver, workers
 

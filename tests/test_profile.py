@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from gossamer import profile
-from gossamer.replicas import Replicas
+from gossamer.rows import profile
+from gossamer.rows.replicas import Replicas
 from tests.models import Cnn, mlp
 
 

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gossamer.backends import Backend
+from gossamer.data.tasks import cross_entropy
 from gossamer.errors import GossamerError
-from gossamer.replicas import Replicas, split
-from gossamer.tasks import cross_entropy
+from gossamer.rows.backends import Backend
+from gossamer.rows.replicas import Replicas, split
 from tests.models import Cnn, Dropout, GroupNormCnn, Lstm, Tied, mlp, task
 
 

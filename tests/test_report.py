@@ -18,13 +18,13 @@ from selenium.webdriver.support.ui import Select
 from torch.nn.functional import cross_entropy
 
 from gossamer.apps import data
+from gossamer.data.sampling import sampler
+from gossamer.data.tasks import Metric, Task
 from gossamer.dbench import analysis, bench, compare
 from gossamer.dbench import partition as partitions
 from gossamer.dbench import spec as specs
 from gossamer.dbench.report import write
 from gossamer.dbench.store import FILE, Store
-from gossamer.sampling import sampler
-from gossamer.tasks import Metric, Task
 from tests.models import Cnn, task
 
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gossamer.roster import Event, Part, Roster, parsed, written
+from gossamer.members.roster import Event, Part, Roster, parsed, written
 from gossamer.schedules import rebuilt, schedule
 
 

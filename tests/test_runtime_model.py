@@ -9,8 +9,9 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossamer import GossamerError, codec, graphs
-from gossamer.rounds import Hosts, Mean
+from gossamer import GossamerError, graphs
+from gossamer.graphs.rounds import Hosts, Mean
+from gossamer.rows import codec
 from gossamer.runtime import DDP, Cluster, DecentDP, Gossip, StochasticGradientPush, Workload, bound, network, simulate
 from gossamer.runtime.cluster import build
 from gossamer.runtime.methods import parse

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from gossamer.data.sampling import dirichlet_shards, even_shards, sampler
 from gossamer.errors import GossamerError
-from gossamer.sampling import dirichlet_shards, even_shards, sampler
 
 LABELS = torch.arange(600) % 10
 DATA = (torch.arange(600), LABELS)

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gossamer.data.sampling import sampler
+from gossamer.data.sources import Draw, Source, Tensors, Text
 from gossamer.errors import GossamerError
-from gossamer.sampling import sampler
-from gossamer.sources import Draw, Source, Tensors, Text
 from gossamer.trainer import Settings, Trainer
 from tests.models import Cnn, task
 

@@ -21,12 +21,12 @@ from gossamer import (
     Trainer,
     TrainingDiverged,
     WarmupCosine,
-    checkpoint,
     graphs,
 )
+from gossamer.checkpoints import checkpoint
+from gossamer.data.sampling import Reshuffled
 from gossamer.optim import BlockOptimizer
-from gossamer.replicas import Replicas
-from gossamer.sampling import Reshuffled
+from gossamer.rows.replicas import Replicas
 from tests.models import Cnn, Dropout, Lstm, mlp, stopped_and_loaded, task
 
 

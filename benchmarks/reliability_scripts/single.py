@@ -8,7 +8,7 @@ import time
 import torch
 
 import gossamer
-from gossamer.roster import Change
+from gossamer.members.roster import Change
 
 last = 6000  # steps, if it never comes back; how long a start takes depends on the load
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer.roster import Change
+from gossamer.members.roster import Change
 
 HALF = 64 * 1024  # 64 numbers share a power of two in 8 bits
 PARTS = 128  # of a half: what is rounded to 8 bits is right on the average only, of so many numbers

@@ -1,16 +1,17 @@
 """Gossamer: decentralized data-parallel training for PyTorch."""
 
+from gossamer import _deprecated as _deprecated
 from gossamer import graphs
-from gossamer.accum_adam import AccumAdam, AccumAdamW
-from gossamer.decay import decay_groups
+from gossamer.data.tasks import ACCURACY, Metric, Task
 from gossamer.errors import Diverged, Evicted, GossamerError
 from gossamer.graphs import Graph
-from gossamer.learning_rates import Constant, InverseSqrt, LearningRate, StepDecay, WarmupCosine
 from gossamer.optim import Recipe
+from gossamer.optim.accum_adam import AccumAdam, AccumAdamW
+from gossamer.optim.learning_rates import Constant, InverseSqrt, LearningRate, StepDecay, WarmupCosine
 from gossamer.parallel import DecentralizedDataParallel
-from gossamer.replicas import Replicas
+from gossamer.rows.decay import decay_groups
+from gossamer.rows.replicas import Replicas
 from gossamer.schedules import Ada, Fixed, Schedule
-from gossamer.tasks import ACCURACY, Metric, Task
 from gossamer.trainer import EpochRecord, Evaluation, Settings, Trainer, TrainingDiverged
 
 __all__ = [

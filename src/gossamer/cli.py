@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gossamer import graphs, picture
+from gossamer import graphs
 from gossamer.apps import data_cli, tasks
 from gossamer.dbench import compare as comparing
 from gossamer.dbench import report as reporting
@@ -23,9 +23,10 @@ from gossamer.dbench.runner import bench
 from gossamer.dbench.spec import load, shipped
 from gossamer.dbench.store import FILE, Store
 from gossamer.errors import GossamerError
-from gossamer.exchange import Exchange
-from gossamer.links import open_link
+from gossamer.graphs import picture
+from gossamer.members.store import open_link
 from gossamer.runtime import commands as runtime
+from gossamer.transport.exchange import Exchange
 
 app = typer.Typer(
     help="Decentralized data-parallel training: compare it, look inside it.",
@@ -207,7 +208,7 @@ def launch_command(
 
     Example: gossamer launch -n 4 --restart 3 train.py --epochs 10
     """
-    from gossamer.launch import Job, Launcher, command_for
+    from gossamer.members.launch import Job, Launcher, command_for
 
     command = command_for(script, arguments or [])
     outcome = Launcher(Job(command, workers, restart, evict_after, address, nodes, node, join, min_workers)).run()
@@ -240,7 +241,7 @@ def lab_run_command(
 
     Each process gets RANK, WORLD_SIZE, MASTER_ADDR …, so init_process_group("gloo") just works. torchrun is started once per host.
     """
-    from gossamer.lab import Lab
+    from gossamer.runtime.lab import Lab
 
     try:
         with Lab(hosts, rate) as lab:

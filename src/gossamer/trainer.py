@@ -14,27 +14,30 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from gossamer import batch_norm, profile, seeds, shards, snapshot, trainer_state
-from gossamer.algorithms import algorithm
-from gossamer.backends import Batch
-from gossamer.batch_norm import BatchNorm
+from gossamer.checkpoints import shards, snapshot
+from gossamer.checkpoints import trainer as trainer_state
+from gossamer.checkpoints.snapshot import Snapshot
+from gossamer.checkpoints.trainer import EpochRecord as EpochRecord
+from gossamer.data import seeds
+from gossamer.data.sampling import sampler
+from gossamer.data.sources import Draw, source
+from gossamer.data.tasks import Task
 from gossamer.errors import GossamerError
-from gossamer.exchange import Exchange
 from gossamer.graphs import Graph
-from gossamer.learning_rates import LearningRate
-from gossamer.mixer import Mixer, Wire
+from gossamer.graphs.rounds import Mean
+from gossamer.members.outages import Attendance, Outage, donors
+from gossamer.methods import algorithm
 from gossamer.optim import BlockOptimizer, Recipe
-from gossamer.outages import Attendance, Outage, donors
-from gossamer.probe import Probe
-from gossamer.profile import Profile
-from gossamer.replicas import Replicas
-from gossamer.rounds import Mean
-from gossamer.sampling import sampler
+from gossamer.optim.learning_rates import LearningRate
+from gossamer.rows import batch_norm, profile
+from gossamer.rows.backends import Batch
+from gossamer.rows.batch_norm import BatchNorm
+from gossamer.rows.profile import Profile
+from gossamer.rows.replicas import Replicas
 from gossamer.schedules import Resized, Schedule, schedule
-from gossamer.snapshot import Snapshot
-from gossamer.sources import Draw, source
-from gossamer.tasks import Task
-from gossamer.trainer_state import EpochRecord as EpochRecord
+from gossamer.transport.exchange import Exchange
+from gossamer.transport.mixer import Mixer, Wire
+from gossamer.transport.probe import Probe
 
 _REESTIMATE, _REESTIMATE_BATCH = 2048, 128  # training samples with which BatchNorm's statistics are estimated anew
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gossamer import seeds
+from gossamer.data import seeds
 from gossamer.errors import GossamerError
 
 

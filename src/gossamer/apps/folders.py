@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gossamer import seeds
 from gossamer.apps.data import ImageFolder
-from gossamer.backends import Batch
-from gossamer.sources import Draw, Source
+from gossamer.data import seeds
+from gossamer.data.sources import Draw, Source
+from gossamer.rows.backends import Batch
 
 
 class Folder(Source):

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from gossamer.apps.augment import Colours, crop_flip, normalised
-from gossamer.backends import Batch
+from gossamer.data.sources import Draw, Source
 from gossamer.errors import GossamerError
-from gossamer.sources import Draw, Source
+from gossamer.rows.backends import Batch
 
 
 class Images(Source):

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gossamer.backends import Batch
+from gossamer.data.sources import Source
+from gossamer.data.tasks import Metric
 from gossamer.errors import GossamerError
-from gossamer.sources import Source
-from gossamer.tasks import Metric
+from gossamer.rows.backends import Batch
 
 
 def loss(model: nn.Module, x: Tensor, y: Tensor, *fresh: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from gossamer.apps import augment, data, language, models
 from gossamer.apps.folders import Folder
 from gossamer.apps.images import Images
+from gossamer.data.sources import Text
+from gossamer.data.tasks import ACCURACY, Task
 from gossamer.errors import GossamerError
-from gossamer.sources import Text
-from gossamer.tasks import ACCURACY, Task
 
 # --- Options ---------------------------------------------------------------------------------------------------------------
 

@@ -17,8 +17,8 @@ import torch
 
 from gossamer import graphs
 from gossamer.dbench.store import ProfileRow, Run, Store
-from gossamer.outages import Outage
-from gossamer.profile import MEASURES, dispersion
+from gossamer.members.outages import Outage
+from gossamer.rows.profile import MEASURES, dispersion
 from gossamer.schedules import Change
 from gossamer.trainer import EpochRecord
 

@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 
-from gossamer import checkpoint
-from gossamer.backends import Backend
-from gossamer.dbench import clock, machine
+from gossamer.checkpoints import checkpoint
+from gossamer.data import machine
+from gossamer.data.tasks import Task
+from gossamer.dbench import clock
 from gossamer.dbench.spec import Cell, Spec
 from gossamer.dbench.store import Store
-from gossamer.exchange import Exchange
-from gossamer.profile import Profile
-from gossamer.tasks import Task
+from gossamer.rows.backends import Backend
+from gossamer.rows.profile import Profile
 from gossamer.trainer import EpochRecord, Trainer, TrainingDiverged
+from gossamer.transport.exchange import Exchange
 
 Report = Callable[[int, int, float, float | None], None]  # step, steps, loss, latest value
 

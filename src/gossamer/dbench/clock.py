@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from gossamer.data.tasks import Task
 from gossamer.dbench.spec import MethodPart, Spec
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph
@@ -14,7 +15,6 @@ from gossamer.runtime.model import simulate
 from gossamer.runtime.plan import of_task
 from gossamer.runtime.workload import Workload
 from gossamer.schedules import AdaAuto, Schedule, schedule
-from gossamer.tasks import Task
 
 # In the store: {"cluster": name, "seconds": {method: {replicas: seconds per step}},
 # "graphs": {method: {replicas: {graph: seconds per step}}}}; the latter for schedules that change their graph as training

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from gossamer import seeds
+from gossamer.data import seeds
 from gossamer.errors import GossamerError
-from gossamer.outages import Outage
+from gossamer.members.outages import Outage
 
 NONE = "none"  # the runs in which nobody fails
 

@@ -16,7 +16,7 @@ import numpy as np
 from gossamer.dbench import analysis
 from gossamer.dbench.analysis import RunData
 from gossamer.dbench.partition import Partition
-from gossamer.profile import MEASURES
+from gossamer.rows.profile import MEASURES
 
 # Okabe and Ito's colours, which most people can tell apart, on white and on black.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F", "#B279A2", "#54A24B")

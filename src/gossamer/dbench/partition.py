@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from gossamer.data.sampling import Sharded, sampler
+from gossamer.data.sources import source
+from gossamer.data.tasks import Task
 from gossamer.dbench.spec import Cell, Spec
 from gossamer.dbench.store import Store
-from gossamer.sampling import Sharded, sampler
-from gossamer.sources import source
-from gossamer.tasks import Task
 
 _KEY = "partition"
 _MOST = 100  # labels that a picture shows; more are put together, neighbours with neighbours

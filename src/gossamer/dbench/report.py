@@ -13,7 +13,7 @@ from pathlib import Path
 
 from plotly.offline import get_plotlyjs
 
-from gossamer import graphs, picture
+from gossamer import graphs
 from gossamer.dbench import analysis, partition, toll
 from gossamer.dbench.analysis import Final, RunData
 from gossamer.dbench.failures import NONE
@@ -22,6 +22,7 @@ from gossamer.dbench.findings import findings, shown
 from gossamer.dbench.spec import Spec
 from gossamer.dbench.store import FILE, FINISHED, Store
 from gossamer.errors import GossamerError
+from gossamer.graphs import picture
 
 NAME = "report.html"
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from gossamer.dbench.analysis import RunData, load
 from gossamer.dbench.store import Store
-from gossamer.profile import MEASURES
+from gossamer.rows.profile import MEASURES
 
 
 def results(store: Store) -> list[dict[str, Any]]:

@@ -24,23 +24,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from gossamer import batch_norm
 from gossamer.apps import tasks
-from gossamer.dbench import clock, machine, partition
+from gossamer.data import machine
+from gossamer.data.sampling import sampler
+from gossamer.data.sources import source
+from gossamer.data.tasks import Task
+from gossamer.dbench import clock, partition
 from gossamer.dbench.cell import Book, backend_key, book, run_cell, trainer_for
 from gossamer.dbench.display import Display
 from gossamer.dbench.failures import NONE
 from gossamer.dbench.spec import Cell, Spec
 from gossamer.dbench.store import FILE, FINISHED, Run, Store
 from gossamer.errors import GossamerError
-from gossamer.exchange import Exchange
+from gossamer.members.outages import Attendance
 from gossamer.optim import BlockOptimizer
-from gossamer.outages import Attendance
-from gossamer.plans import rows_of
-from gossamer.replicas import Replicas
-from gossamer.sampling import sampler
-from gossamer.sources import source
-from gossamer.tasks import Task
+from gossamer.rows import batch_norm
+from gossamer.rows.replicas import Replicas
+from gossamer.transport.exchange import Exchange
+from gossamer.transport.routes import rows_of
 
 _BEAT = 0.1  # seconds between two progress messages of one cell
 

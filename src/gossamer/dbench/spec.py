@@ -10,20 +10,19 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from gossamer.algorithms import algorithm
 from gossamer.apps import tasks
-from gossamer.backends import Backend
-from gossamer.batch_norm import BatchNorm
+from gossamer.data.sampling import check_dirichlet
 from gossamer.dbench import failures as failing
 from gossamer.dbench.failures import NONE, EventPart, FailuresPart
 from gossamer.errors import GossamerError
-from gossamer.faults import explain
-from gossamer.learning_rates import Constant, InverseSqrt, LearningRate, Scaling, Shape, StepDecay, WarmupCosine
+from gossamer.members.outages import Outage
+from gossamer.methods import algorithm
 from gossamer.optim import Recipe
-from gossamer.outages import Outage
-from gossamer.sampling import check_dirichlet
+from gossamer.optim.learning_rates import Constant, InverseSqrt, LearningRate, Scaling, Shape, StepDecay, WarmupCosine
+from gossamer.rows.backends import Backend
+from gossamer.rows.batch_norm import BatchNorm
 from gossamer.schedules import schedule
-from gossamer.shelf import Shelf, parsed
+from gossamer.toml_files import Shelf, explain, parsed
 from gossamer.trainer import Settings
 
 CENTRALIZED = "centralized"

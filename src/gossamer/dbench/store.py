@@ -20,7 +20,7 @@ import numpy as np
 from gossamer.dbench.failures import NONE
 from gossamer.dbench.spec import Cell, Spec, build, differences
 from gossamer.errors import GossamerError
-from gossamer.profile import Profile
+from gossamer.rows.profile import Profile
 from gossamer.schedules import Change
 from gossamer.trainer import EpochRecord
 

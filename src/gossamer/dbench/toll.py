@@ -17,7 +17,7 @@ from gossamer.dbench.failures import NONE
 from gossamer.dbench.figures import Figure, Trace, colours, line, over_seeds
 from gossamer.dbench.findings import digits, interval, shown
 from gossamer.dbench.spec import Spec
-from gossamer.outages import Attendance
+from gossamer.members.outages import Attendance
 from gossamer.schedules import rebuilt, schedule
 from gossamer.trainer import EpochRecord
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from gossamer.graphs import Graph
-from gossamer.rounds import Round
+from gossamer.graphs.rounds import Round
 from gossamer.runtime import network
 from gossamer.runtime.cluster import Cluster
 from gossamer.runtime.methods import ALL_REDUCE, DDP, DecentDP, Gossip, Method, StochasticGradientPush, graph_of

@@ -26,15 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossamer import codec, mixing
 from gossamer.apps import tasks
 from gossamer.errors import GossamerError
-from gossamer.exchange import Exchange
-from gossamer.flights import Flight
-from gossamer.links import open_link
-from gossamer.rounds import Mean
+from gossamer.graphs.rounds import Mean
+from gossamer.members.store import open_link
+from gossamer.rows import codec, mixing
 from gossamer.runtime.cluster import Cluster, build
 from gossamer.runtime.workload import gradient_sizes
+from gossamer.transport.exchange import Exchange
+from gossamer.transport.transfer import Flight
 
 _REPEATS = 5
 _IN_A_ROW = 50

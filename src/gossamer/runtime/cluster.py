@@ -29,11 +29,10 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gossamer.errors import GossamerError
-from gossamer.faults import explain
 from gossamer.runtime import noise as noises
 from gossamer.runtime.noise import Noise
 from gossamer.runtime.workload import Workload
-from gossamer.shelf import Shelf, parsed
+from gossamer.toml_files import Shelf, explain, parsed
 
 _MOST = 10_000_000  # workers
 

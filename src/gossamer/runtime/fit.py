@@ -32,12 +32,12 @@ import scipy.optimize
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gossamer.errors import GossamerError
-from gossamer.faults import explain
 from gossamer.runtime import cluster as clusters
 from gossamer.runtime.cluster import Cluster
 from gossamer.runtime.methods import Method, StochasticGradientPush, parse
 from gossamer.runtime.model import simulate
 from gossamer.runtime.workload import Workload
+from gossamer.toml_files import explain
 
 _ITERATIONS = 48
 _PRIOR = (

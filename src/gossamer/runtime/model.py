@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gossamer.errors import GossamerError
-from gossamer.rounds import Mean, Round
+from gossamer.graphs.rounds import Mean, Round
 from gossamer.runtime import network
 from gossamer.runtime.cluster import Cluster
 from gossamer.runtime.methods import ALL_REDUCE, DDP, DecentDP, Gossip, Method, StochasticGradientPush, graph_of

@@ -14,9 +14,9 @@ import numpy as np
 import scipy.sparse
 from scipy.sparse.csgraph import connected_components
 
-from gossamer import codec
 from gossamer.errors import GossamerError
-from gossamer.rounds import General, Groups, Hosts, Mean, Permutation, Round, Window
+from gossamer.graphs.rounds import General, Groups, Hosts, Mean, Permutation, Round, Window
+from gossamer.rows import codec
 from gossamer.runtime.cluster import Cluster
 
 Array = np.ndarray

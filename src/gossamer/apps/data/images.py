@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gossamer import seeds
 from gossamer.apps.augment import IMAGENET, normalised
 from gossamer.apps.data import catalog
 from gossamer.apps.data.decoders import Decoders, Job
 from gossamer.apps.data.files import Pair
+from gossamer.data import seeds
+from gossamer.data.machine import cores
 from gossamer.errors import GossamerError
 
 _ENDINGS = (".jpeg", ".jpg", ".png")
@@ -32,7 +33,6 @@ class ImageFolder:
             raise GossamerError(f"size={size} is out of range; an image has at least one pixel")
         self.folder, self.train, self.size, self.seed = folder, train, size, seed
         self.classes, self._names, self.labels = _listed(folder)
-        from gossamer.dbench.machine import cores  # here, because dbench imports us
 
         self._decoders = Decoders(cores() if workers is None else workers)
 

@@ -1,0 +1,164 @@
+"""All that a Trainer knows, in named parts: for its checkpoint. What does not fit is refused before anything changes."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.checkpoints.checkpoint import Unreadable
+from gossamer.checkpoints.snapshot import Layout, Snapshot, unflatten
+from gossamer.checkpoints.worker import check_means, check_optimizer
+from gossamer.errors import GossamerError
+from gossamer.rows.backends import Backend
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """What one epoch brought. ``value`` is the metric of the averaged model on the test data."""
+
+    epoch: int
+    step: int
+    lr: float
+    train_loss: float
+    value: float
+    graph: str
+    degree: float  # connections of a replica, averaged over the steps of this epoch
+    bytes: int
+    consensus_distance: float
+    seconds: float
+
+
+def capture(trainer: Any) -> dict[str, Any]:
+    replicas = trainer.replicas
+    return {
+        "model": {"x": [block.x for block in replicas.blocks], "buffers": dict(replicas.buffers)},
+        "optimizers": trainer.algorithm.optimizer.state_dict(),
+        "schedule": trainer.schedule.state_dict(),
+        "signals": dict(trainer.signals),
+        "means": trainer.mixer.state_dict(replicas.blocks),
+        "progress": {
+            "bytes": trainer.bytes,
+            "seconds": trainer.seconds,
+            "epoch_loss": trainer._epoch_loss,
+            "epoch_degree": trainer._epoch_degree,
+            "history": [asdict(record) for record in trainer.history],
+            "backend": str(replicas.backend) if replicas.backend else None,
+            "threads": torch.get_num_threads(),
+        },
+    }
+
+
+def check(trainer: Any, found: Snapshot, where: str) -> None:
+    try:
+        _check(trainer, found, where)
+    except GossamerError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise Unreadable(f"{where} is damaged or not such a checkpoint: {type(error).__name__}: {error}") from None
+
+
+def _check(trainer: Any, found: Snapshot, where: str) -> None:
+    parts, progress = found.parts, found.parts["progress"]
+    if not 0 <= found.step <= trainer.steps:
+        raise Unreadable(f"{where} is damaged: it is of step {found.step}, and the run has {trainer.steps}")
+    members = trainer.attendance.members(found.step - 1)
+    rows = trainer.replicas.r if members == trainer.members else len(members)
+    here = {f"x.{k}": block.x for k, block in enumerate(trainer.replicas.blocks)}
+    there = {f"x.{k}": x for k, x in enumerate(parts["model"]["x"])}
+    _check_rows(there | parts["model"]["buffers"], here | trainer.replicas.buffers, rows, where)
+    optimizers = trainer.algorithm.optimizer.optimizers
+    if members == trainer.members:  # else there are others after _resize, which are made the same way
+        if len(parts["optimizers"]) != len(optimizers):
+            raise GossamerError(f"{where} holds {len(parts['optimizers'])} optimizers, and there are {len(optimizers)} here")
+        for saved, optimizer in zip(parts["optimizers"], optimizers, strict=True):
+            check_optimizer(saved, f"{where}: the optimizer", optimizer)
+    check_means(parts["means"], where)
+    copy.deepcopy(trainer.schedule).load_state_dict(parts["schedule"])
+    numbers = [
+        progress["bytes"],
+        progress["seconds"],
+        progress["epoch_degree"],
+        progress["threads"],
+        *parts["signals"].values(),
+    ]
+    for record in _history(found):
+        numbers += [value for name, value in vars(record).items() if name != "graph"]
+    if not all(isinstance(number, (int, float)) for number in numbers) or progress["epoch_loss"].ndim:
+        raise TypeError("text, or a tensor, instead of a number")
+    if progress["backend"] is not None:
+        Backend.parse(progress["backend"])
+
+
+def _check_rows(there: dict[str, Tensor], here: dict[str, Tensor], rows: int, where: str) -> None:
+    for name in {**here, **there}:
+        shown = [
+            "missing" if name not in tensors else f"{str(tensors[name].dtype)[6:]} {list(tensors[name].shape[1:])}"
+            for tensors in (there, here)
+        ]
+        if shown[0] != shown[1] or len(there[name]) != rows:
+            counts = f"{len(there[name])} × " if name in there else "", f"{rows} × "
+            raise GossamerError(f"{where} does not fit: {name} is {counts[0]}{shown[0]} there and {counts[1]}{shown[1]} here")
+
+
+def _history(found: Snapshot) -> list[EpochRecord]:
+    return [EpochRecord(**record) for record in found.parts["progress"]["history"]]
+
+
+def restore(trainer: Any, found: Snapshot, where: str) -> None:
+    check(trainer, found, where)
+    parts, progress, replicas = found.parts, found.parts["progress"], trainer.replicas
+    trainer._take_part(trainer.attendance.members(found.step - 1))
+    for block, x in zip(replicas.blocks, parts["model"]["x"], strict=True):
+        block.x.copy_(x)
+    for name, stacked in replicas.buffers.items():
+        stacked.copy_(parts["model"]["buffers"][name])
+    try:
+        trainer.algorithm.optimizer.load_state_dict(parts["optimizers"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise Unreadable(f"{where} does not fit: the optimizer refuses its state: {error}") from None
+    trainer.mixer.load_state_dict(replicas.blocks, parts["means"])
+    trainer.schedule.load_state_dict(parts["schedule"])
+    trainer.step, trainer.bytes, trainer.seconds = found.step, progress["bytes"], progress["seconds"]
+    trainer.signals, trainer.history = dict(parts["signals"]), _history(found)
+    trainer._epoch_loss, trainer._epoch_degree = progress["epoch_loss"].cpu(), progress["epoch_degree"]
+    if progress["backend"] is not None and trainer.settings.backend == "auto":
+        replicas.backend = Backend.parse(progress["backend"])
+    if progress["threads"] != torch.get_num_threads():
+        warnings.warn(
+            f"{where} was made with {progress['threads']} threads and this process has {torch.get_num_threads()}: "
+            "results may differ in the last digits",
+            stacklevel=4,
+        )
+
+
+# --- Version 1 ----------------------------------------------------------------------------------------------------------------
+
+
+def _upgrade(tensors: dict[str, Tensor], header: dict[str, Any]) -> Snapshot:
+    if "state" in header:  # of several processes
+        state = unflatten(header["state"], tensors)
+        tensors, header = state["tensors"], state["header"]
+    settings = dict(header["settings"])
+    settings |= {f"tensor {name!r}": shape for name, shape in settings.pop("tensors")}
+    step = header["step"]
+    if not isinstance(step, int):
+        raise Unreadable("it names no step")
+    progress = {key: header[key] for key in ("bytes", "seconds", "epoch_degree", "history", "backend", "threads")}
+    buffers = {key.removeprefix("buffer."): tensor for key, tensor in tensors.items() if key.startswith("buffer.")}
+    parts = {
+        "model": {"x": [tensors[f"x.{k}"] for k in range(sum(key.startswith("x.") for key in tensors))], "buffers": buffers},
+        "optimizers": unflatten(header["optimizer"], tensors),
+        "schedule": header["schedule"],
+        "signals": header["signals"],
+        "means": unflatten(header.get("means", []), tensors),
+        "progress": progress | {"epoch_loss": tensors["epoch_loss"]},
+    }
+    return Snapshot(step, settings, parts, version=1)
+
+
+LAYOUT = Layout(("model", "optimizers", "schedule", "signals", "means", "progress"), _upgrade, "other settings", repr)

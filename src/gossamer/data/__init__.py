@@ -1,0 +1,1 @@
+"""Tasks and data: what is trained, on which samples, in which order."""

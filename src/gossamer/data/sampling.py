@@ -1,0 +1,171 @@
+"""Which samples each replica sees at each step: a pure function of (seed, step, replica), whatever ran before.
+
+``reshuffled``             each epoch is a new random order of all samples, dealt out to the replicas
+``shards``                 each replica keeps its own random share and reshuffles that
+``dirichlet:alpha=0.3``    as shards, but how much of each label a replica gets is drawn from Dirichlet(alpha): small alpha, few labels
+
+A text is read in order instead: see :class:`Streams`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gossamer.data import seeds
+from gossamer.data.sources import Batch, Draw, Source, Text, source
+from gossamer.errors import GossamerError
+
+
+class Sampler(ABC):
+    """``batch`` samples per replica and step; an epoch is as many steps as see each sample about once."""
+
+    def __init__(self, data: Source | Batch, n: int, batch: int, seed: int) -> None:
+        self.data, self.n, self.size, self.seed = source(data), n, batch, seed
+        self.samples = len(self.data)
+        if batch < 1:
+            raise GossamerError(f"batch={batch} is out of range; each replica takes at least one sample per step")
+        self.steps_per_epoch = self._steps()
+        self._epoch: tuple[int, Tensor] | None = None
+
+    def _steps(self) -> int:
+        n, batch = self.n, self.size
+        if self.samples < n:
+            raise GossamerError(f"{self.samples} samples do not split over {n} replicas; use at most {self.samples} replicas")
+        steps = self.samples // (n * batch)
+        if steps == 0:
+            raise GossamerError(
+                f"{self.samples} samples do not split over {n} replicas × batch {batch} = {n * batch} per step; "
+                f"use fewer replicas or a batch of at most {self.samples // n}"
+            )
+        return steps
+
+    @abstractmethod
+    def table(self, epoch: int) -> Tensor:
+        """Sample indices ``[steps_per_epoch, n, batch]`` of one epoch."""
+
+    def batch(self, step: int, first: int = 0, rows: int | None = None) -> Batch:
+        """``[rows, batch, …]`` of each tensor: what replicas ``first`` to ``first + rows`` see at ``step``."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = (epoch, self.table(epoch))
+        index = self._epoch[1][position, first : self.n if rows is None else first + rows]
+        return self.data.draw(index, Draw(self.seed, step, first))
+
+
+class Reshuffled(Sampler):
+    def table(self, epoch: int) -> Tensor:
+        order = torch.randperm(self.samples, generator=seeds.generator(self.seed, epoch, -2))
+        used = self.steps_per_epoch * self.n * self.size
+        return order[:used].reshape(self.steps_per_epoch, self.n, self.size)
+
+
+class Sharded(Sampler):
+    """Replica i draws from ``shards[i]`` only, each time round in a new order; a small shard comes round more often."""
+
+    def __init__(self, data: Source | Batch, n: int, batch: int, seed: int, shards: Sequence[Tensor]) -> None:
+        super().__init__(data, n, batch, seed)
+        self.shards = shards
+
+    def table(self, epoch: int) -> Tensor:
+        count = self.steps_per_epoch * self.size
+        return torch.stack([self._stream(i, epoch * count, count) for i in range(self.n)], dim=1)
+
+    def _stream(self, i: int, start: int, count: int) -> Tensor:
+        shard = self.shards[i]
+        first, last = start // len(shard), (start + count - 1) // len(shard)
+        rounds = [
+            shard[torch.randperm(len(shard), generator=seeds.generator(self.seed, i, k, -3))] for k in range(first, last + 1)
+        ]
+        offset = start - first * len(shard)
+        return torch.cat(rounds)[offset : offset + count].reshape(self.steps_per_epoch, self.size)
+
+
+class Streams(Sampler):
+    """A text is cut into n × ``batch`` streams of equal length, and each step reads the next window of each: so a recurrent model
+    can carry its state from step to step. ``reshuffled``: which streams a replica reads is drawn anew each epoch; ``shards``:
+    always the same. A third tensor says, for each replica, whether this is the first window of an epoch."""
+
+    def __init__(self, data: Text, n: int, batch: int, seed: int, reshuffled: bool) -> None:
+        self.window, self.reshuffled = data.window, reshuffled
+        super().__init__(data, n, batch, seed)
+
+    def _steps(self) -> int:
+        self.length = (self.samples + self.window - 1) // (self.n * self.size)  # predictions in one stream
+        steps = self.length // self.window
+        if steps == 0:
+            raise GossamerError(
+                f"a text of {self.samples + self.window} tokens does not split over {self.n} replicas × batch {self.size} with "
+                f"windows of {self.window} tokens; use fewer replicas, a smaller batch or a shorter window"
+            )
+        return steps
+
+    def table(self, epoch: int) -> Tensor:
+        count = self.n * self.size
+        order = torch.arange(count)
+        if self.reshuffled:
+            order = torch.randperm(count, generator=seeds.generator(self.seed, epoch, -2))
+        starts = torch.arange(self.steps_per_epoch).unsqueeze(1) * self.window + order * self.length
+        return starts.reshape(self.steps_per_epoch, self.n, self.size)
+
+    def batch(self, step: int, first: int = 0, rows: int | None = None) -> Batch:
+        made = super().batch(step, first, rows)
+        fresh = torch.full((len(made[0]),), step % self.steps_per_epoch == 0, device=made[0].device)
+        return (*made, fresh)
+
+
+def even_shards(samples: int, n: int, seed: int) -> list[Tensor]:
+    """A random split into n shares of (almost) the same size."""
+    return list(torch.randperm(samples, generator=seeds.generator(seed, -4)).tensor_split(n))
+
+
+def dirichlet_shards(labels: Tensor, n: int, alpha: float, seed: int) -> list[Tensor]:
+    """For each label, the shares of the replicas are drawn from Dirichlet(alpha). Nobody is left without a sample."""
+    rng = np.random.default_rng(seeds.derive(seed, -5))
+    parts: list[list[int]] = [[] for _ in range(n)]
+    for label in labels.unique().tolist():
+        members = rng.permutation(torch.nonzero(labels == label).flatten().numpy())
+        cuts = (np.cumsum(rng.dirichlet(np.full(n, alpha)))[:-1] * len(members)).round().astype(int)
+        for part, share in zip(parts, np.split(members, cuts), strict=True):
+            part.extend(share.tolist())
+    for part in parts:
+        while not part:
+            part.append(max(parts, key=len).pop())
+    return [torch.tensor(part) for part in parts]
+
+
+def sampler(partition: str, data: Source | Batch, n: int, batch: int, seed: int) -> Sampler:
+    """The Sampler that a person names."""
+    name, _, option = partition.partition(":")
+    data = source(data)
+    if isinstance(data, Text):
+        if partition not in ("reshuffled", "shards"):
+            raise GossamerError(f"partition {partition!r} is not for a text, which has no labels; use reshuffled or shards")
+        return Streams(data, n, batch, seed, partition == "reshuffled")
+    if name == "reshuffled" and not option:
+        return Reshuffled(data, n, batch, seed)
+    if name == "shards" and not option:
+        Reshuffled(data, n, batch, seed)  # refuses what can't be split, before it is
+        return Sharded(data, n, batch, seed, even_shards(len(data), n, seed))
+    if name == "dirichlet":
+        alpha = check_dirichlet(partition)
+        if data.labels is None:
+            raise GossamerError(f"partition {partition!r} needs one integer label per sample; this task has none")
+        Reshuffled(data, n, batch, seed)
+        return Sharded(data, n, batch, seed, dirichlet_shards(data.labels.cpu(), n, alpha, seed))
+    raise GossamerError(f"partition {partition!r} is not known; use reshuffled, shards or dirichlet:alpha=0.3")
+
+
+def check_dirichlet(partition: str) -> float:
+    key, _, value = partition.partition(":")[2].partition("=")
+    try:
+        alpha = float(value)
+    except ValueError:
+        alpha = 0.0
+    if key.strip() != "alpha" or not 0 < alpha < float("inf"):
+        raise GossamerError(f"partition {partition!r} is not of the form dirichlet:alpha=0.3 with alpha above 0")
+    return alpha

@@ -1,0 +1,75 @@
+"""A Task is what is trained: a model, its loss, data, and the metric that says how good a model is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.data.sampling import sampler
+from gossamer.data.sources import Batch, Loss, Source, source
+from gossamer.errors import GossamerError
+
+
+@dataclass(frozen=True)
+class Metric:
+    """``score(model, *batch)`` gives one number per sample; the metric is their mean (through exp for a perplexity)."""
+
+    name: str
+    score: Callable[..., Tensor]
+    higher_is_better: bool = True
+    through: Literal["mean", "exp"] = "mean"
+    batch: int = 2048  # samples at a time
+
+    def of(self, model: nn.Module, data: Source | Batch, most: int | None = None) -> float:
+        """The metric of one model, which is in evaluation mode, over ``data`` (its first ``most`` samples)."""
+        data = source(data)
+        if not len(data):
+            raise GossamerError(f"there are no samples to take the {self.name} of: the test set is empty")
+        total, count = 0.0, 0
+        with torch.no_grad():
+            for scores in self.scores(model, data, most):
+                total += float(scores.double().sum())
+                count += scores.numel()
+        mean = total / count
+        return mean if self.through == "mean" else math.exp(min(mean, 700.0))
+
+    def scores(self, model: nn.Module, data: Source, most: int | None) -> Iterator[Tensor]:
+        """Part by part. A model that carries a state from one part to the next has a metric with its own way of doing this."""
+        for part in data.parts(self.batch, most):
+            yield self.score(model, *part)
+
+    def worst(self, values: list[float]) -> float:
+        return min(values) if self.higher_is_better else max(values)
+
+
+def _accuracy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (model(x).argmax(dim=-1) == y).float()
+
+
+def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y)
+
+
+ACCURACY = Metric("accuracy", _accuracy)
+
+
+@dataclass(frozen=True)
+class Task:
+    """``train`` and ``test`` are tuples of tensors with samples along dimension 0, as ``loss(model, *batch)`` takes them, or
+    Sources of such samples (see ``sources.py``)."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    train: Source | Batch
+    test: Source | Batch
+    loss: Loss = cross_entropy
+    metric: Metric = ACCURACY
+
+    def example(self, batch: int) -> Batch:
+        """A training batch of one replica, as ``loss`` takes it."""
+        return tuple(tensor[0] for tensor in sampler("reshuffled", self.train, 1, batch, 0).batch(0))

@@ -1,0 +1,191 @@
+"""Training goes on when workers die, hang and come back: what a change of members means for one model.
+
+``membership.py`` says who takes part from which step on. Here the exchange gets the new group, the graph is rebuilt, a
+newcomer takes over the state of one who is in, and the person's callback hears of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gossamer.checkpoints import checkpoint, snapshot
+from gossamer.checkpoints.worker import LAYOUT
+from gossamer.errors import Diverged, GossamerError
+from gossamer.members.membership import Membership
+from gossamer.members.roster import DIVERGED, Change
+from gossamer.members.store import Seat
+from gossamer.rows.finite import Fault
+from gossamer.schedules import Schedule, rebuilt
+from gossamer.transport.exchange import Exchange
+from gossamer.transport.link import Link
+from gossamer.transport.mixer import Mixer
+
+_AGAIN_STEPS = 100  # a worker that diverges so soon after its return does not come back once more
+
+_models: weakref.WeakSet[Survival] = weakref.WeakSet()  # of this process
+
+
+def open_group(
+    seat: Seat, name: str, timeout: float, number: int, place: int, names: tuple[int, ...], abandoned: Callable[[], bool]
+) -> Link:
+    """The group of an epoch."""
+    # On a connection of its own: gloo waits on it for the members that have to come, up to 10 s, and nothing else gets through meanwhile.
+    # If one of them dies, the next group must not wait for that.
+    link = Link(seat.connect(), place, len(names), timeout, number, name, abandoned)
+    link.names = names
+    return link
+
+
+class _Left(Diverged):
+    """Found when a newcomer asked for the state of this worker."""
+
+
+class Survival:
+    """Of one model. ``capture()`` and ``restore(state)`` give and take all that a worker knows; ``signature`` must be the same.
+    ``look()``: what of the parameters is not finite."""
+
+    def __init__(
+        self,
+        seat: Seat,
+        exchange: Exchange,
+        mixer: Mixer,
+        planned: Schedule,
+        capture: Callable[[], dict[str, Any]],
+        restore: Callable[[dict[str, Any]], object],
+        signature: dict[str, str],
+        look: Callable[[], Fault | None],
+    ) -> None:
+        self.seat, self.exchange, self.mixer, self.planned = seat, exchange, mixer, planned
+        self.schedule = planned
+        self.joining = seat.joins
+        _models.add(self)
+        self._refuse_several()
+        self.changes: list[Change] = []
+        self.on_change: Callable[[Change], object] | None = None
+        self._capture, self._restore, self._signature, self._look = capture, restore, signature, look
+        self._timeout = exchange.link.timeout
+        first, me = exchange.link, weakref.ref(self)  # the thread of the membership must not keep a model that is dropped
+
+        def copied() -> Callable[[], bytes]:
+            here = me()
+            assert here is not None
+            return here._copied()
+
+        opened = functools.partial(open_group, seat, first.name, self._timeout)
+        self._membership = Membership(seat, first.name, None if self.joining else first, opened, copied)
+        exchange.guarded(self._membership)
+        self._fault: Fault | None = None  # why it left, until it is back
+        self._returned: int | None = None  # the step in which it was back, the last time
+        mixer.on_fault = self.leave
+        if not self.joining:
+            seat.announce_training()
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks, as all of them agreed in the last change or collective. None but itself while a worker joins."""
+        return (self.seat.rank,) if self.joining else self._membership.members
+
+    def position(self) -> int:
+        """About the step that the others are in."""
+        return self._membership.position()
+
+    def before(self, step: int) -> int:
+        """Before a step begins. Returns its number, which is another one for a worker that has just come."""
+        membership = self._membership
+        if not self.joining:
+            with contextlib.suppress(_Left):
+                changed = membership.before(step, self._timeout)
+                if changed is not None:
+                    self._take_part(*changed)
+            if not membership.evicted:
+                return step
+            self.joining = True
+            self._refuse_several()
+        if membership.evicted:
+            membership.rejoin(self._timeout)
+        try:
+            change, link = membership.join(self._timeout, self._unpack)
+        except GossamerError as error:
+            if self._fault is None:
+                raise
+            raise self._end(self._fault, str(error)) from None
+        self.seat.announce_training()
+        self.joining = False
+        self._back(change.step, change.joined)
+        self.schedule = self.planned  # what those have learnt who were there; what I knew may be old
+        self._take_part(change, link)
+        return change.step
+
+    def leave(self, fault: Fault) -> None:
+        """This worker has diverged: the others go on without it. With its next step it comes back, with the state of another one."""
+        membership, last = self._membership, self._returned
+        membership.leave(f"{DIVERGED}: {fault.parameter!r} is not finite at step {fault.step}", self._timeout)
+        if membership.blind or not membership.roster.living:
+            raise self._end(fault, "the store is gone, so it can't take over the state of another worker")
+        if len(_models) > 1:
+            raise self._end(fault, f"it trains {len(_models)} models, so it can't come back")
+        if last is not None and fault.step - last < _AGAIN_STEPS:
+            raise self._end(
+                fault, f"it took over the state of another worker in step {last}, and does so once only in {_AGAIN_STEPS}"
+            )
+        self._fault, self.joining = fault, True
+
+    def _end(self, fault: Fault, why: str) -> Diverged:
+        if not self._membership.roster.living:
+            why = "no worker is left whose state it could take over; start again from a checkpoint"
+            self.seat.announce_divergence(fault.describe(self.seat.rank))
+        return Diverged(f"{fault.describe(self.seat.rank)}; {why}")
+
+    def _back(self, step: int, joined: dict[int, int]) -> None:
+        if self._fault is not None:
+            donor = joined.get(self.seat.rank, -1)
+            said = f"{self._fault.describe(self.seat.rank)}; it has taken over the state of rank {donor}, and goes on with step {step}"
+            print(f"gossamer: {said}", flush=True)
+            self._fault, self._returned, self.mixer.fault = None, step, None
+
+    def _refuse_several(self) -> None:
+        if self.joining and len(_models) > 1:
+            raise GossamerError(
+                f"rank {self.seat.rank} can't join: it trains {len(_models)} models, and could enter them at different steps only; "
+                "then all would wait for each other"
+            )
+
+    def _take_part(self, change: Change, link: Link) -> None:
+        self.exchange.change(link)
+        self.mixer.resize()
+        self.schedule, note = rebuilt(self.planned, len(change.members), self.schedule)
+        self.mixer.step = change.step
+        self.planned.note(change.step, f"{self.schedule.describe()} over {len(change.members)}", change.describe() + note)
+        self.changes.append(change)
+        if self.on_change is not None:
+            self.on_change(change)
+
+    # --- The state for a newcomer -----------------------------------------------------------------------------------------
+
+    def _copied(self) -> Callable[[], bytes]:
+        """One pass over the memory between two steps; the rest can be done in the background."""
+        if (fault := self._look()) is not None:
+            self.leave(fault)
+            raise _Left(fault.describe(self.seat.rank))
+        tensors, parts = snapshot.pack(self._capture())
+        copies = {key: t.detach().clone(memory_format=torch.contiguous_format) for key, t in tensors.items()}
+        return lambda: checkpoint.dumps(copies, {"signature": self._signature, "parts": parts})
+
+    def _unpack(self, data: bytes) -> None:
+        tensors, header = checkpoint.loads(data)
+        theirs, mine = header.get("signature"), self._signature
+        if not isinstance(theirs, dict):
+            raise checkpoint.Unreadable("the state that was sent is damaged: it has no signature")
+        differ = next((key for key in {**theirs, **mine} if theirs.get(key) != mine.get(key)), None)
+        if differ is not None:
+            raise GossamerError(
+                f"rank {self.seat.rank} can't join: {differ} is {mine.get(differ, 'missing')} here and "
+                f"{theirs.get(differ, 'missing')} on the others"
+            )
+        self._restore(snapshot.unpack(header.get("parts"), tensors, LAYOUT.parts, "the state that was sent"))

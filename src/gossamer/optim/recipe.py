@@ -1,0 +1,211 @@
+"""``torch.optim`` on a block of replicas.
+
+Elementwise optimizers see ``[r, D]`` as they would see one replica, so one instance serves all rows. Others (Adafactor …)
+would mix replicas there: they get one instance per replica. Momentum and moments stay local; they are never averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.errors import GossamerError
+from gossamer.optim import momentum
+from gossamer.optim.accum_adam import AccumAdam, AccumAdamW
+from gossamer.rows.block import Block
+from gossamer.rows.replicas import Replicas
+
+_ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Rprop")
+_OURS = {"accumadam": AccumAdam, "accumadamw": AccumAdamW}  # elementwise too
+_NAMES = (*(name.lower() for name in _ELEMENTWISE), *_OURS)
+_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")  # these have a one-pass kernel on CPU and CUDA
+_REFUSED = {
+    "LBFGS": "it evaluates the loss several times per step",
+    "SparseAdam": "it takes sparse gradients only",
+    "Muon": "it takes matrices only, so biases and norms would need a second optimizer",
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which optimizer, and how.
+
+    ``name``: one of ``torch.optim`` in lower case, or ``accumadam``, ``accumadamw``. ``options`` go to the optimizer as they are
+    (momentum, betas, weight_decay, accum_iter …). ``clip`` bounds the global gradient
+    norm of each replica. ``spare_norms`` keeps weight decay off biases and norm layers (``decay.py`` says which those are).
+    """
+
+    name: str = "sgd"
+    lr: float = 0.1
+    options: Mapping[str, Any] = field(default_factory=dict)
+    clip: float | None = None
+    spare_norms: bool = False
+
+    def kind(self) -> type[torch.optim.Optimizer]:
+        known = {
+            name.lower(): cls
+            for name, cls in vars(torch.optim).items()
+            if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+        }
+        cls = (known | _OURS).get(self.name.lower())
+        if cls is None:
+            raise GossamerError(f"optimizer {self.name!r} is not in torch.optim; use one of {', '.join(_NAMES)}")
+        if cls.__name__ in _REFUSED:
+            raise GossamerError(
+                f"optimizer {self.name!r} can't run on a block of replicas: {_REFUSED[cls.__name__]}; "
+                f"use one of {', '.join(_NAMES)}"
+            )
+        return cls
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an optimizer's parameter lies: rows and columns of a block, or one tensor of one replica."""
+
+    block: Block
+    row: int | None  # None: all rows
+    start: int
+    end: int
+    tensor: int | None = None  # position among the slots
+
+    def view(self, flat: Tensor) -> Tensor:
+        if self.row is None:
+            return flat
+        if self.tensor is not None:
+            return self.block.rows(flat)[self.row][self.tensor]
+        return flat[self.row, self.start : self.end]
+
+
+class BlockOptimizer:
+    """Clips each replica's gradient and applies the recipe to all rows."""
+
+    def __init__(self, recipe: Recipe, replicas: Replicas, shares_momentum: bool = False) -> None:
+        if recipe.clip is not None and recipe.clip <= 0:
+            raise GossamerError(f"clip={recipe.clip} is out of range; it bounds a norm, so it is above 0")
+        self.recipe, self.replicas, self.shares_momentum = recipe, replicas, shares_momentum
+        kind = recipe.kind()
+        self._options = options = dict(recipe.options)
+        # With one row we leave torch's default, so that n=1 equals plain PyTorch bit for bit. With many rows memory traffic
+        # is everything, and the fused kernel touches each number once.
+        # (On a CPU, torch 2.13's fused SGD leaves half-precision parameters where they are, without a word.)
+        single = all(block.dtype in (torch.float32, torch.float64) for block in replicas.blocks)
+        if kind.__name__ in _FUSED and replicas.r > 1 and single:
+            options.setdefault("fused", "foreach" not in options)
+        self._build()
+
+    def _build(self) -> None:
+        replicas, kind = self.replicas, self.recipe.kind()
+        self._params: list[tuple[nn.Parameter, _Place]] = []
+        if kind.__name__ in _ELEMENTWISE or kind in _OURS.values():
+            shares = [self._elementwise(replicas)]
+        else:
+            shares = [self._one_replica(replicas, i) for i in range(replicas.r)]
+        self.optimizers = [self._make(kind, groups) for groups in shares]
+        for optimizer in self.optimizers if self.shares_momentum else ():
+            momentum.check(optimizer)
+
+    def _make(self, kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        try:
+            return kind(groups, lr=self.recipe.lr, **self._options)  # type: ignore[call-arg]
+        except (TypeError, ValueError) as error:
+            raise GossamerError(f"optimizer {self.recipe.name!r} does not take these options: {error}") from None
+
+    def _elementwise(self, replicas: Replicas) -> list[dict[str, Any]]:
+        if not self.recipe.spare_norms:
+            return [{"params": [self._param(_Place(block, None, 0, 0)) for block in replicas.blocks]}]
+        decayed: list[nn.Parameter] = []
+        spared: list[nn.Parameter] = []
+        # Row by row, because a range of columns over several rows has gaps, and torch's fused CPU kernels run over gaps
+        # as if they were not there.
+        for block in replicas.blocks:
+            for row in range(block.r):
+                for group, start, end in ((decayed, 0, block.decayed), (spared, block.decayed, block.x.shape[1])):
+                    if end > start:
+                        group.append(self._param(_Place(block, row, start, end)))
+        return self._groups(decayed, spared)
+
+    def _one_replica(self, replicas: Replicas, i: int) -> list[dict[str, Any]]:
+        decayed: list[nn.Parameter] = []
+        spared: list[nn.Parameter] = []
+        for block in replicas.blocks:
+            for k, slot in enumerate(block.slots):
+                group = spared if self.recipe.spare_norms and slot.spared else decayed
+                group.append(self._param(_Place(block, i, 0, 0, k)))
+        return self._groups(decayed, spared)
+
+    @staticmethod
+    def _groups(decayed: list[nn.Parameter], spared: list[nn.Parameter]) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
+        return [group for group in groups if group["params"]]
+
+    def _param(self, place: _Place) -> nn.Parameter:
+        param = nn.Parameter(place.view(place.block.x))
+        param.grad = place.view(place.block.grad)
+        self._params.append((param, place))
+        return param
+
+    def set_lr(self, lr: float) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+    def step(self) -> None:
+        """Clip, then update the current rows. Looks up where they are: mixing swaps buffers."""
+        if self.recipe.clip is not None:
+            self._clip(self.recipe.clip)
+        for param, place in self._params:
+            param.data = place.view(place.block.x)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def share_momentum(self, moved: Callable[[Block], Tensor | None]) -> None:
+        """After rows were mixed, if momentum is shared. ``moved(block)``: how far their mean went in a step, if all are their mean now."""
+        rows = {id(block): row for block in self.replicas.blocks if self.shares_momentum and (row := moved(block)) is not None}
+        places: dict[Tensor, _Place] = dict(self._params)
+
+        def of(param: Tensor) -> Tensor | None:
+            place = places[param]
+            row = rows.get(id(place.block))
+            return None if row is None else place.view(row.expand_as(place.block.x))
+
+        for optimizer in self.optimizers if rows else ():
+            momentum.share(optimizer, of)
+
+    def _clip(self, limit: float) -> None:
+        """As ``clip_grad_norm_`` does, over all tensors of one replica. Tensor by tensor, so that n=1 rounds as PyTorch does."""
+        for i in range(self.replicas.r):
+            scale = (limit / (nn.utils.get_total_norm(self.replicas.row_gradients(i)) + 1e-6)).clamp(max=1.0)
+            for block in self.replicas.blocks:
+                block.grad[i].mul_(scale.to(block.dtype))
+
+    def take(self, rows: Sequence[int]) -> None:
+        """After ``replicas.take(rows, …)``: row k goes on with the state of what row ``rows[k]`` was."""
+        places: dict[Tensor, _Place] = dict(self._params)
+        before = {places[param]: state for optimizer in self.optimizers for param, state in optimizer.state.items()}
+        self._build()
+        index = torch.tensor(rows, device=self.replicas.device)
+        places = dict(self._params)
+        for optimizer in self.optimizers:
+            for param in (param for group in optimizer.param_groups for param in group["params"]):
+                place = places[param]
+                state = before.get(place if place.row is None else replace(place, row=rows[place.row]))
+                if state is not None:
+                    optimizer.state[param] = {name: _taken(value, index, place) for name, value in state.items()}
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [optimizer.state_dict() for optimizer in self.optimizers]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+def _taken(value: Any, rows: Tensor, place: _Place) -> Any:
+    """What is of all rows together (a count of steps) stays; what each row has of its own goes with it."""
+    if not isinstance(value, Tensor):
+        return value
+    return value[rows] if place.row is None and value.ndim > 0 else value.clone()

@@ -1,0 +1,60 @@
+"""Rows that are not finite, because a worker has diverged: how they are found, and what is said about them.
+
+The smallest and the largest number of a row are finite only if all of them are. One pass finds both, just before the row is mixed: then it
+is in the cache. Where columns of all rows are mixed by their owner, the owner looks at what it has made, and marks all of it if some is
+not finite: so those that get it look at one number.
+
+Receivers look at the whole of each row that comes by an edge. A sender, to hear that it has diverged, looks at a share of its own row
+only, at another one each time: that costs little. One number that is not finite makes most of the others so within a step or two.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.rows.block import Block
+
+_SHORT = 1 << 18  # numbers of a row that is looked at in one go
+_SHARES = 8  # of a longer one
+
+
+class Fault(NamedTuple):
+    """A parameter of this worker that is not finite, and in which step it was found."""
+
+    parameter: str
+    step: int
+
+    def describe(self, rank: int) -> str:
+        return f"rank {rank}: parameter {self.parameter!r} is not finite at step {self.step}"
+
+
+def finite(row: Tensor) -> bool:
+    if not row.numel():
+        return True
+    least, most = torch.aminmax(row)  # what is no number makes both so
+    return math.isfinite(least) and math.isfinite(most)
+
+
+def mark(rows: Tensor, alike: bool) -> None:
+    """What an owner of columns has made: a row that is not finite becomes NaN. ``alike``: all rows are the same."""
+    for row in rows[:1] if alike else rows:
+        if not finite(row):
+            (rows if alike else row).fill_(math.nan)
+
+
+def share(row: Tensor, turn: int) -> Tensor:
+    """What a sender looks at of its own row: all of a short one."""
+    if len(row) <= _SHORT:
+        return row
+    width = -(-len(row) // _SHARES)
+    return row[turn % _SHARES * width :][:width]
+
+
+def culprit(block: Block, row: Tensor) -> str:
+    """The first parameter of a row that is not finite."""
+    tensors = block.tensors_of(row.reshape(1, -1))
+    return next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), "")

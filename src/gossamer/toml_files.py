@@ -1,0 +1,67 @@
+"""TOML files by name (those that come with Gossamer) or by path (a person's own), and what is wrong in them."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from gossamer.errors import GossamerError
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """The files of one ``kind`` (spec, cluster) that lie in ``package``."""
+
+    kind: str
+    package: str
+
+    def names(self) -> list[str]:
+        files = resources.files(self.package).iterdir()
+        return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+    def text(self, what: str | Path) -> str:
+        """A file is taken before one of ours of the same name."""
+        path = Path(what)
+        if str(what) in self.names() and not path.is_file():
+            return (resources.files(self.package) / f"{what}.toml").read_text(encoding="utf-8")
+        if not path.is_file():
+            near = difflib.get_close_matches(str(what), self.names(), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"shipped {self.kind}s are {', '.join(self.names())}"
+            raise GossamerError(f"there is no {self.kind} {str(what)!r}, neither as a file nor by name; {hint}")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise GossamerError(f"{self.kind} {path} can't be read: {error}") from None
+
+
+def parsed(text: str, where: str) -> dict[str, Any]:
+    """Raises nothing but GossamerError, whatever the text."""
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        raise GossamerError(f"{where} is not valid TOML: {error}") from None
+
+
+def explain(fault: Any, whole: type[BaseModel], parts: Mapping[str, type[BaseModel]]) -> str:
+    """One of pydantic's faults as: which key, what is wrong, what would be right.
+
+    ``parts``: the tables of ``whole`` by their key, to know which keys they take."""
+    key = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        tables = (parts[str(part)] for part in reversed(fault["loc"][:-1]) if str(part) in parts)
+        owner = next(tables, whole)
+        near = difflib.get_close_matches(str(fault["loc"][-1]), list(owner.model_fields), n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(owner.model_fields)}"
+        return f"{key} is not a known key; {hint}"
+    if fault["type"] == "missing":
+        return f"{key} is missing"
+    message = str(fault["msg"]).removeprefix("Value error, ").replace("\n", " ")
+    given = "" if fault["type"] == "value_error" else f" (it is {fault['input']!r:.60})".replace("\n", " ")
+    return f"{key}: {message}{given}" if key else message

@@ -1,0 +1,389 @@
+"""Rows between processes. The only place that talks to the network, in two verbs:
+
+- **edges**: one row (or a few) to each neighbour and one from each. Nobody else waits.
+- **slices**: each member owns some columns; everyone sends it those columns of its rows, it applies a Round to them and sends
+  the rows back. 2(m-1)/m rows for *any* Round over m workers; everyone waits for everyone, as in an all-reduce.
+
+Both are started, run while the process computes, and are waited for: a :class:`Flight`. Rows go in chunks (a large message both
+ways between the same two gloo ranks would run half-duplex), straight out of the tensor that holds them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.errors import GossamerError
+from gossamer.transport import waiting
+from gossamer.transport.link import Link, Message, Tag
+from gossamer.transport.transfer import Flight, Guard, Stage, Traffic, Waiter, Works, first_line
+
+_KINDS = {"mean()": 1, "consensus()": 2, "average_()": 3, "save()": 4, "load()": 5, "profile": 6, "uneven()": 7}
+_LATER = 64  # collectives of a link before its epoch begins are counted from 0, those after from here: newcomers know nothing of the first
+_BLIND = 8  # marks messages of when nobody knows who takes part; there are no further epochs then
+
+
+class Between(NamedTuple):
+    """See :meth:`Exchange.slices`."""
+
+    prepare: Callable[[Tensor], object]
+    outgoing: list[tuple[int, Tensor]]
+    incoming: list[tuple[int, Tensor]]
+
+
+class Exchange:
+    """``chunk``: bytes per message at most."""
+
+    def __init__(self, link: Link, chunk: int = 1 << 20) -> None:
+        self.link, self.chunk = link, chunk
+        self.living: tuple[int, ...] = tuple(range(link.size))  # those of the link's ranks that take part, in order
+        self.traffic = Traffic()
+        self.collectives = 0
+        self._early: dict[int, int] = {}  # the same, of epochs that have not begun
+        self._calls = 0  # the same, but for those that were done again
+        self._parts: dict[bool, tuple[Tag, dict[tuple[int, bool], int]]] = {}
+        # Two, so that steps and collectives do not wait for each other: workers may call mean() at different points of a step.
+        self._waiters = {False: Waiter("steps"), True: Waiter("collectives")}
+        self._departures: list[Flight] = []  # sent from a copy; perhaps not yet taken
+        self.failed = False  # somebody was lost
+        self.guard: Guard | None = None  # with one, losing somebody is no error; see flights.py
+        self.limbo: list[Flight] = []  # given up; gloo may still write to their tensors
+        self._stream: Any = torch.cuda.Stream() if link.streams else None
+
+    @property
+    def rank(self) -> int:
+        """My place among the living; all ranks that Exchange is given are such places."""
+        return self.living.index(self.link.rank)
+
+    @property
+    def size(self) -> int:
+        return len(self.living)
+
+    def step_tag(self, step: int) -> Tag:
+        return Tag(self.link.epoch, False, step)
+
+    def collective_tag(self, what: str = "") -> Tag:
+        """For something that all processes do together outside of a step, in the same order."""
+        self.collectives += 1
+        return Tag(self.link.epoch, True, self.collectives, _KINDS.get(what, 0))
+
+    # --- The two verbs ---------------------------------------------------------------------------------------------------
+
+    def edges(
+        self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], tag: Tag, what: str = "step"
+    ) -> Flight:
+        """Rows ``[count, D]`` (or one, ``[D]``) to and from peers."""
+        return self._start(Flight(self, what, tag), self._messages(outgoing, tag, True), self._messages(incoming, tag, False))
+
+    def edges_apart(
+        self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], tag: Tag
+    ) -> tuple[Flight, Flight]:
+        """As :meth:`edges`, but what leaves and what arrives are waited for apart: a slow receiver does not hold us."""
+        out, into = self._messages(outgoing, tag, True), self._messages(incoming, tag, False)
+        arrivals = self._start(Flight(self, "step", tag), [], into)
+        departures = self._start(Flight(self, "step", tag), out, [], later=True)
+        self._departures = [flight for flight in self._departures if not flight.done.is_set()] + [departures]
+        _open.add(self)
+        return departures, arrivals
+
+    def slices(
+        self,
+        rows: Tensor,
+        out: Tensor,
+        members: Sequence[int],
+        apply: Callable[[Tensor, Tensor], object],
+        tag: Tag,
+        scratch: tuple[Tensor, Tensor] | None = None,
+        what: str = "step",
+        between: Between | None = None,
+        unit: int = 1,
+    ) -> Flight:
+        """``out [r, D]`` <- my rows of ``apply`` over the rows of all members. ``apply(x, y)`` fills y from x, both
+        ``[members · r, some columns]``, rows in the order of members; ``scratch`` is room for them. ``between``: an exchange
+        with others than the members before ``apply``, by edges, of what ``prepare(x)`` made. ``unit``: columns that must stay together."""
+        r, width = rows.shape
+        me = members.index(self.rank)
+        owned = [columns(width, len(members), k, unit) for k in range(len(members))]
+        mine = owned[me]
+        # With an exchange between others and others, everybody hangs on everybody.
+        flight = Flight(self, what, tag, frozenset(self.living[q] for q in (members if between is None else range(self.size))))
+        x, y = scratch or tuple(rows.new_empty(2, len(members) * r, self.owned(width, members, unit)))
+        others = [(k, peer) for k, peer in enumerate(members) if k != me]
+        place = {k: slice(k * r, (k + 1) * r) for k in range(len(members))}
+        out_1 = self._messages([(peer, rows[:, owned[k]]) for k, peer in others], tag, True)
+        in_1 = self._messages([(peer, x[place[k]]) for k, peer in others], tag, False)
+        out_2 = self._messages([(peer, y[place[k]]) for k, peer in others], tag, True)
+        in_2 = self._messages([(peer, out[:, owned[k]]) for k, peer in others], tag, False)
+        self._count(out_2, in_2)
+        kept = out_2 + in_2
+        x[place[me]].copy_(rows[:, mine])
+
+        def give_back() -> Works:
+            if x.shape[1]:
+                apply(x, y)
+                out[:, mine].copy_(y[place[me]])
+            return self._post(flight, out_2, in_2)
+
+        later: list[Stage] = [give_back]
+        if between is not None:
+            prepare = between.prepare
+            out_b, in_b = self._messages(between.outgoing, tag, True), self._messages(between.incoming, tag, False)
+            self._count(out_b, in_b)
+            kept += out_b + in_b
+
+            def meet() -> Works:
+                prepare(x)
+                return self._post(flight, out_b, in_b)
+
+            later.insert(0, meet)
+        return self._start(flight, out_1, in_1, later, kept)
+
+    def owned(self, width: int, members: Sequence[int], unit: int = 1) -> int:
+        """How many of the columns are mine."""
+        mine = columns(width, len(members), members.index(self.rank), unit)
+        return mine.stop - mine.start
+
+    def begins(self, width: int, members: Sequence[int], unit: int = 1) -> int:
+        """The first of them."""
+        return columns(width, len(members), members.index(self.rank), unit).start
+
+    # --- What all processes do together, outside of a step ----------------------------------------------------------------
+
+    @torch.inference_mode(False)  # a thread writes to what is made here, and it is in no inference mode
+    @torch.no_grad()
+    def gather(self, row: Tensor, what: str = "gather") -> Tensor:
+        """Everyone's flat tensor of the same size, ``[size, …]``. For small ones."""
+        everyone = row.new_empty(0)
+
+        def start() -> Flight:
+            nonlocal everyone
+            everyone = poisoned(row, self.size)
+            everyone[self.rank] = row
+            others = [q for q in range(self.size) if q != self.rank]
+            return self.edges([(q, row) for q in others], [(q, everyone[q]) for q in others], self.collective_tag(what), what)
+
+        return everyone if self.complete(start, what) else self.reachable(row, what)
+
+    def complete(self, start: Callable[[], Flight], what: str, sound: Callable[[], bool] | None = None) -> bool:
+        """A collective. With a guard, all members that live have it in the end, or it is an error: if one is lost, ``start`` is called
+        again, with fewer ``living``, and perhaps on another link. False if no worker can say any more who lives: then it is for
+        :meth:`reachable`. ``sound``: with a guard, whether the result is of use; the worker that spoils it must leave."""
+        guard = self.guard
+        self._calls += 1
+        if guard is None or self.link.alone:
+            start().wait()
+            return True
+        home = self.link, self.living, self.collectives
+
+        def fly(link: Link, places: tuple[int, ...]) -> bool:
+            if link is not self.link:  # of an epoch that begins later
+                self.collectives = self._early.get(link.epoch, 0)
+            self.link, self.living = link, places
+            flight = start()
+            if link is not home[0]:
+                self._early[link.epoch] = self.collectives
+            flight.wait()
+            return not flight.lost.intersection(places) and (sound is None or sound())
+
+        try:
+            return guard.complete(what, home[0].timeout, fly)
+        finally:
+            if self.link is home[0]:
+                home = (*home[:2], self.collectives)
+            self.link, self.living, self.collectives = home
+
+    def reachable(self, row: Tensor, what: str) -> Tensor:
+        """The rows of those whom I can reach, mine among them, ``[some, …]`` in the order of ranks. For when the members can't agree any
+        more: no row depends on who else takes part, so what comes is right; but two workers may have heard different ones."""
+        assert self.guard is not None
+        link, lost = self.link, self.guard.losses(self.link).gone
+        here = [q for q in range(link.size) if q not in lost or q == link.rank]
+        rows = poisoned(row, len(here))
+        rows[here.index(link.rank)] = row
+        others = [(k, q) for k, q in enumerate(here) if q != link.rank]
+        tag = Tag(link.epoch + _BLIND, True, self._calls)
+        flight = self.edges([(q, row) for _, q in others], [(q, rows[k]) for k, q in others], tag, what)
+        flight.wait()
+        return rows[[k for k, q in enumerate(here) if q not in flight.lost]]
+
+    def broadcast_(self, row: Tensor, what: str = "broadcast") -> None:
+        """Everyone gets rank 0's values, along a binary tree."""
+        tag = self.collective_tag(what)
+        span = 1
+        while span < self.size:
+            peer = self.rank - span if self.rank >= span else self.rank + span
+            if self.rank < span and peer < self.size:
+                self.edges([(peer, row)], [], tag, what).wait()
+            elif span <= self.rank < 2 * span:
+                self.edges([], [(peer, row)], tag, what).wait()
+            span *= 2
+
+    def share(self, value: Any = None, what: str = "share") -> Any:
+        """Everyone gets rank 0's value, anything that JSON can hold."""
+        data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+        size = torch.tensor([len(data)])
+        self.broadcast_(size, what)
+        if self.rank:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        self.broadcast_(data, what)
+        return json.loads(bytes(data.tolist()))
+
+    # --- Underneath ------------------------------------------------------------------------------------------------------
+
+    def _messages(self, parcels: Sequence[tuple[int, Tensor]], tag: Tag, send: bool) -> list[Message]:
+        """The rows in messages of at most ``chunk`` bytes. Both ends count the parts of a step in the same order."""
+        current = self._parts.get(tag.collective)
+        if current is None or current[0] != tag:
+            current = self._parts[tag.collective] = (tag, {})
+        numbers = current[1]
+        messages: list[Message] = []
+        for peer, rows in parcels:
+            part = numbers.get((peer, send), 0)
+            for row in _rows(rows):
+                for piece in row.split(max(1, self.chunk // row.element_size())) if row.numel() else ():
+                    messages.append(Message(self.living[peer], tag.part(part), piece))
+                    part += 1
+            numbers[peer, send] = part
+        return messages
+
+    def _start(
+        self,
+        flight: Flight,
+        outgoing: list[Message],
+        incoming: list[Message],
+        then: Sequence[Stage] = (),
+        more: Sequence[Message] = (),
+        later: bool = False,
+    ) -> Flight:
+        """Post the messages at once; waiting, and what comes ``then``, is left to a thread (see ``flights.py``). ``later``: it only
+        starts to wait when someone waits for it."""
+        flight.kept = [*outgoing, *incoming, *more]
+        self._count(outgoing, incoming)
+        if self._stream is not None:
+            self._on_stream(flight, outgoing, incoming, then)
+            return flight
+        losses = waiting.NONE if self.guard is None else self.guard.losses(flight.link)
+        if losses is not waiting.NONE:  # in nearly every step nothing is lost
+            given_up = waiting.at_start(flight.essential, flight.peers, losses)
+            flight.lost |= given_up.lost
+            if given_up.in_vain:
+                flight.submitted = True
+                flight.land()
+                return flight
+        try:
+            works = self._post(flight, outgoing, incoming)
+        except RuntimeError as error:
+            flight.peer = getattr(error, "peer", flight.peer)
+            raise flight.failure(first_line(error)) from None
+        flight.stages.extend([lambda: works, *then])
+        if not works and not then:
+            flight.submitted = True
+            flight.ended = flight.began
+            flight.done.set()
+        elif not later:
+            self.submit(flight)
+        return flight
+
+    def _post(self, flight: Flight, outgoing: list[Message], incoming: list[Message]) -> Works:
+        if self.guard is None:
+            return flight.link.post(outgoing, incoming)
+        before = set(flight.lost)
+        works = flight.link.post(outgoing, incoming, flight.lost)
+        for peer in flight.lost - before:
+            self.guard.lose(flight.link, peer, "the connection is closed")
+        return works
+
+    def _count(self, outgoing: list[Message], incoming: list[Message]) -> None:
+        self.traffic.sent += sum(m.tensor.nbytes for m in outgoing)
+        self.traffic.received += sum(m.tensor.nbytes for m in incoming)
+
+    def _on_stream(self, flight: Flight, outgoing: list[Message], incoming: list[Message], then: Sequence[Stage]) -> None:
+        """On a GPU the stream waits, not the host, so nothing needs a thread."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for stage in (lambda: self.link.post(outgoing, incoming), *then):
+                for _, work in stage():
+                    work.wait()
+        flight.event = self._stream.record_event()
+        flight.submitted = True
+
+    def submit(self, flight: Flight) -> None:
+        flight.submitted = True
+        flight.waiter = self._waiters[flight.tag.collective]
+        flight.waiter.take(flight)
+        _open.add(self)
+
+    # --- The end of the process -------------------------------------------------------------------------------------------
+
+    def close(self, orderly: bool) -> None:
+        """``orderly``: what was sent from a copy is taken by its receivers first; they may be a step behind us.
+
+        Then the threads that wait end. They must not be left in gloo's wait: woken there while the interpreter goes down, they
+        can't get back into Python, and the whole process aborts.
+        """
+        _open.discard(self)
+        for flight in self._departures if orderly and not self.failed else ():
+            with contextlib.suppress(GossamerError):  # a receiver that is gone does not need it
+                flight.wait()
+        for flight in self.limbo:
+            flight.link.close()
+        for waiter in self._waiters.values():
+            waiter.end()
+        if self.guard is not None:
+            self.guard.close(orderly)
+
+    def drop(self) -> None:
+        """Its model is gone, or closed: give back threads, descriptors and memory, now and not when the process ends."""
+        if all(flight.done.is_set() for flight in self._departures):
+            self.close(orderly=True)
+            self.link.discard()
+            self._departures, self.limbo, self._parts = [], [], {}
+
+    def guarded(self, guard: Guard) -> None:
+        """From now on somebody watches over the members; told when the process ends."""
+        self.guard = guard
+        _open.add(self)
+
+    def change(self, link: Link) -> None:
+        """Another group, of the next epoch. Nothing is on its way."""
+        self.link, self.living, self.collectives = link, tuple(range(link.size)), _LATER
+        self._early = {}
+        self._departures = []
+        self.limbo = [flight for flight in self.limbo if not flight.link.closed]
+
+
+_open: set[Exchange] = set()  # kept until the process ends: others may still be taking what these have sent
+
+
+@atexit.register
+def _close_all() -> None:
+    orderly = not hasattr(sys, "last_value")  # set if an exception ends the process: then others are not waited for
+    for exchange in list(_open):
+        exchange.close(orderly)
+
+
+def columns(width: int, members: int, k: int, unit: int = 1) -> slice:
+    """The columns that the k-th member owns. ``unit``: so many must stay together. If any can be cut off, then in multiples of 16, so
+    that they start on a line of the cache."""
+    if unit == 1 and width >= 16 * members:
+        unit = 16
+    share = -(-width // members // unit) * unit
+    return slice(min(k * share, width), min((k + 1) * share, width))
+
+
+def poisoned(row: Tensor, count: int) -> Tensor:
+    """Room for so many rows, which no reader takes for values before it is filled."""
+    lowest = math.nan if row.dtype.is_floating_point else torch.iinfo(row.dtype).min
+    return row.new_full((count, row.numel()), lowest)
+
+
+def _rows(rows: Tensor) -> Sequence[Tensor]:
+    return rows.unbind(0) if rows.ndim == 2 else (rows,)
