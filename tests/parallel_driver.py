@@ -29,6 +29,7 @@ import gossamer
 from gossamer import DecentralizedDataParallel, GossamerError, Recipe, Settings, Trainer, graphs
 from gossamer.checkpoints import checkpoint
 from gossamer.data.tasks import Task
+from gossamer.members.store import open_link
 from gossamer.optim import momentum
 from gossamer.transport import link as links
 
@@ -1083,7 +1084,7 @@ def profiles_hold_all_workers_norms_and_their_distance(world):
 
 @case(3)
 def a_link_can_be_closed_when_some_have_closed_it_before(world):
-    link = links.open_link(torch.device("cpu"), timeout=TIMEOUT)
+    link = open_link(torch.device("cpu"), timeout=TIMEOUT)
     works = link.post([], [links.Message(2, 5, torch.empty(3))]) if world.rank == 0 else []
     woken = threading.Event()
 
@@ -1158,7 +1159,7 @@ def ada_that_decides_by_itself_decides_as_in_one_process(world):
 
     task = Task("toy", toy, data, data)
     for order in ("awc", "atc"):
-        rate = gossamer.LearningRate(0.1, shape=gossamer.learning_rates.WarmupCosine())
+        rate = gossamer.LearningRate(0.1, shape=gossamer.WarmupCosine())
         epochs = math.ceil(steps / (64 // (4 * n)))
         settings = Settings(
             n, epochs, 4, algorithm=f"dsgd-{order}", optimizer=Recipe("sgd", **SGD_RECIPE), learning_rate=rate, backend="loop"

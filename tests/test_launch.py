@@ -222,7 +222,7 @@ import os, random, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from gossamer.errors import GossamerError
-from gossamer.links import Link
+from gossamer.transport.link import Link
 
 n, runs = 3, 20
 def worker(rank, port, pipe):

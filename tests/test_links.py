@@ -14,10 +14,10 @@ from tests import workers
 CODE = """
 import torch, torch.distributed as dist
 from gossamer import graphs
-from gossamer.blocks import Block
-from gossamer.exchange import Exchange
-from gossamer.links import BatchLink
-from gossamer.mixer import Mixer
+from gossamer.rows.block import Block
+from gossamer.transport.exchange import Exchange
+from gossamer.transport.link import BatchLink
+from gossamer.transport.mixer import Mixer
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")

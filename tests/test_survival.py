@@ -193,7 +193,7 @@ def test_a_death_before_the_start_is_an_error_that_names_it(launch):
     assert "GossamerError: rank 0: rank 1 ended with exit code 3 before training began" in out
 
 
-LAUNCH = "import sys; from gossamer.launch import Job, Launcher; sys.exit(Launcher(Job(({}), 2, **{})).run().exit_code)"
+LAUNCH = "import sys; from gossamer.members.launch import Job, Launcher; sys.exit(Launcher(Job(({}), 2, **{})).run().exit_code)"
 WAIT = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 
 
