@@ -17,9 +17,10 @@ from torch import nn
 
 from benchmarks.timing import console, interleaved, verdict
 from gossamer import Recipe, Replicas, graphs
-from gossamer.methods import AdaptThenCombine
+from gossamer.methods import AdaptThenCombine, Step
 from gossamer.optim import BlockOptimizer
 from gossamer.rows.mixing import mix
+from gossamer.rows.vector import Gradients, Parameters
 from gossamer.transport.mixer import Mixer
 
 LARGE = [
@@ -57,10 +58,16 @@ def step(n: int, inputs: int, repeats: int) -> float:
     replicas = Replicas(nn.Linear(inputs, 1, bias=False), n)
     block = replicas.blocks[0]
     block.grad.normal_()
-    rule = AdaptThenCombine(BlockOptimizer(Recipe("sgd", 1e-6, {"momentum": 0.9}), replicas))
-    mixer = Mixer(n)
-    mixer.round = graphs.ring(n).round(0)
-    ways = {"copy": lambda: block.spare.copy_(block.x), "step": lambda: rule.finish(replicas, mixer, lambda: None)}
+    optimizer = BlockOptimizer(Recipe("sgd", 1e-6, {"momentum": 0.9}), replicas)
+    rule, x = AdaptThenCombine(), Parameters(replicas.blocks, in_place=False)
+    now = Step(Mixer(n), x, Gradients(replicas.blocks), lambda: None, lambda t: False)
+    now.round = graphs.ring(n).round(0)
+
+    def update() -> None:
+        optimizer.step()
+        rule.after_update(now)
+
+    ways = {"copy": lambda: block.spare.copy_(block.x), "step": update}
     times = interleaved(ways, repeats, "optimizer + ring")
     return times["step"] / times["copy"]
 

@@ -39,9 +39,8 @@ from benchmarks import chart
 from benchmarks.timing import console
 from gossamer.apps import data, models
 from gossamer.optim.learning_rates import WarmupCosine
-from gossamer.transport.mixer import Wire
 
-METHODS: dict[str, tuple[str, Wire, Literal["awc", "atc"]] | None] = {  # graph, wire, order
+METHODS: dict[str, tuple[str, str, Literal["awc", "atc"]] | None] = {  # graph, wire, order
     "DDP": None,
     "DDP, float16": None,  # torch's own hook for gradients in half precision
     "one-peer-exponential": ("one-peer-exponential", "float32", "awc"),

@@ -348,6 +348,7 @@ class Worker:
                 break
             taken: int = yield Add(TICKETS, 1)
             ticket = taken - 1
+            yield lambda: not self.ticking  # the thread that ticks takes the new ticket, so it is in no tick meanwhile
             member.renamed(ticket)
             self.world.tickets[ticket] = self
             self.links = set()
@@ -514,7 +515,7 @@ class World:
                     self._logged(value)
                 elif key.startswith("job/votes/"):
                     self._voted()
-            return store[key]
+            return store.get(key, expected)  # as TCPStore answers if there is no such key
         if kind is Put:
             store[effect.key] = effect.value
             if effect.key.startswith("job/votes/"):

@@ -16,6 +16,7 @@ from gossamer.graphs.rounds import Mean
 from gossamer.optim.learning_rates import WarmupCosine
 from gossamer.rows import mixing
 from gossamer.rows.block import Block
+from gossamer.rows.vector import Parameters
 from gossamer.schedules import AdaAuto, Sight, schedule
 from gossamer.schedules.frontier import Level, frontier
 from gossamer.transport.mixer import Mixer
@@ -104,10 +105,9 @@ def test_periodic_graphs():
 def look(x, learnt=()):
     block = Block([("x", nn.Parameter(x[0]), False)], len(x), x.device)
     block.x.copy_(x)
-    mixer = Mixer(len(x))
-    mixer.probe, mixer.step = Probe(None, lambda: 0.25, lambda: learnt), 7
-    mixer.start(block)
-    mixer.finish(block)
+    mixer, rows = Mixer(len(x)), Parameters([block], in_place=False)
+    mixer.probe = Probe(None, lambda: 0.25, lambda: learnt)
+    mixer.start(Mean(len(x)), 7, rows).into(rows)
     return mixer.probe
 
 

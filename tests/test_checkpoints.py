@@ -358,7 +358,7 @@ def trainer_of_version_1(path, trainer):
         "signals": trainer.signals,
         "schedule": trainer.schedule.state_dict(),
         "history": [asdict(record) for record in trainer.history],
-        "optimizer": snapshot.flatten("optimizer", trainer.algorithm.optimizer.state_dict(), tensors),
+        "optimizer": snapshot.flatten("optimizer", trainer.optimizer.state_dict(), tensors),
         "means": snapshot.flatten("means", trainer.mixer.state_dict(trainer.replicas.blocks), tensors),
         "backend": str(trainer.replicas.backend),
         "threads": torch.get_num_threads(),

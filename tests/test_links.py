@@ -15,6 +15,7 @@ CODE = """
 import torch, torch.distributed as dist
 from gossamer import graphs
 from gossamer.rows.block import Block
+from gossamer.rows.vector import Parameters
 from gossamer.transport.exchange import Exchange
 from gossamer.transport.link import BatchLink
 from gossamer.transport.mixer import Mixer
@@ -30,9 +31,8 @@ for name in ("one-peer-exponential", "exponential", "complete", "ring"):
     mixer = Mixer(n, exchange)
     graph = graphs.parse(name, n)
     for t in range(3):
-        mixer.round, mixer.step = graph.round(t), t
-        mixer.start(block)
-        mixer.finish_in_place(block)
+        rows = Parameters([block], in_place=True)
+        mixer.start(graph.round(t), t, rows).into(rows)
         x = torch.from_numpy(graph.matrix(t)) @ x
         assert torch.allclose(block.x[0], x[rank], atol=1e-12), (name, t)
     assert torch.allclose(mixer.mean(block.x[0]), x.mean(dim=0), atol=1e-12)

@@ -10,6 +10,7 @@ from gossamer.errors import GossamerError
 from gossamer.graphs.rounds import Groups, Mean, Permutation, Window
 from gossamer.rows.block import Block
 from gossamer.rows.mixing import mix, reference
+from gossamer.rows.vector import Parameters
 from gossamer.transport.mixer import Mixer
 from tests.test_graphs import ANY_N, applicable
 
@@ -88,10 +89,10 @@ def test_wrong_sizes_are_refused():
 def test_mixer_swaps_the_mixed_rows_in():
     block = Block([("w", torch.nn.Parameter(torch.zeros(3)), False)], 4, torch.device("cpu"))
     block.x[:, 0] = torch.arange(4.0)
-    mixer = Mixer(4)
-    mixer.start(block)
-    assert block.x[:, 0].tolist() == [0, 1, 2, 3]  # x_t is still there until finish
-    mixer.finish(block)
+    mixer, x = Mixer(4), Parameters([block], in_place=False)
+    transfer = mixer.start(Mean(4), 0, x)
+    assert block.x[:, 0].tolist() == [0, 1, 2, 3]  # x_t is still there until the result is used
+    transfer.into(x)
     assert block.x[:, 0].tolist() == [1.5] * 4
     mixer.mean_(block.grad)
     assert block.grad.abs().sum() == 0

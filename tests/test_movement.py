@@ -11,6 +11,7 @@ from gossamer.graphs.rounds import Mean
 from gossamer.rows import codec, movement
 from gossamer.rows.block import Block
 from gossamer.rows.movement import Movement, mean_of_codes
+from gossamer.rows.vector import Parameters
 from gossamer.transport.mixer import Mixer
 
 
@@ -105,38 +106,36 @@ def test_the_mean_movement_is_what_the_reference_says(n, columns, seed):
     assert torch.equal(back, moved)
 
 
+def average(mixer, round_, step, block):
+    x = Parameters([block], in_place=False)
+    mixer.start(round_, step, x).into(x)
+
+
 def test_a_mean_in_few_bits_is_near_the_mean_and_the_same_for_all():
     x = draw(0, 1, 1000, scale=5).expand(6, -1)
     block = Block([("x", nn.Parameter(x[0]), False)], 6, x.device)
-    mixer = Mixer(6)
-    mixer.round = Mean(6, 8)
-    assert mixer.cost([block]) == Mean(6).cost(4000)  # nobody knows a mean yet
+    mixer, mean_of_all, rows_of_block = Mixer(6), Mean(6, 8), Parameters([block], in_place=False)
+    assert mixer.cost(mean_of_all, rows_of_block) == Mean(6).cost(4000)  # no mean is known yet
     for step in range(4):
         rows = x[:1] + 0.01 * draw(step, 6, 1000)
         block.x.zero_()
         block.x[:, :1000] = rows
-        mixer.step = step
-        mixer.start(block)
-        mixer.finish(block)
+        average(mixer, mean_of_all, step, block)
         assert (block.x == block.x[:1]).all()
         off = (block.x[0, :1000] - rows.mean(0)).abs().max() / (rows - x[:1]).abs().max()
         assert off < (1e-3 if step == 0 else 0.03)
         x = block.x[:, :1000].clone()
-    assert mixer.cost([block]) == pytest.approx(Mean(6).cost(4000) * 65 / 256, abs=1)
-    assert mixer.moved(block) is None  # in one step: everybody's momentum says the same
-    mixer.step = 8
+    assert mixer.cost(mean_of_all, rows_of_block) == pytest.approx(Mean(6).cost(4000) * 65 / 256, abs=1)
+    assert mixer.moved(0, 3) is None  # in one step: everybody's momentum says the same
     block.x += 1
-    mixer.start(block)
-    mixer.finish(block)
-    assert torch.allclose(mixer.moved(block)[:1000], torch.tensor(1 / 5), rtol=0.02)
+    average(mixer, mean_of_all, 8, block)
+    assert torch.allclose(mixer.moved(0, 8)[:1000], torch.tensor(1 / 5), rtol=0.02)
     again = Mixer(6)
     again.load_state_dict([block], mixer.state_dict([block]))
     mean, y = block.x[0].clone(), block.x + draw(9, 6, block.x.shape[1])
     for one in (mixer, again):
-        one.round, one.step = Mean(6, 8), 9
         block.x.copy_(y)
-        one.start(block)
-        one.finish(block)
+        average(one, mean_of_all, 9, block)
         assert torch.equal(block.x[0], movement.reference(y, mean, 9))
 
 
@@ -144,39 +143,34 @@ def test_a_mean_in_few_bits_is_near_the_mean_and_the_same_for_all():
 def test_nobody_takes_a_mean_that_has_jumped(jump):
     """Somebody's parameters are not finite, or all have loaded others: the next mean is in full precision."""
     block = Block([("x", nn.Parameter(torch.zeros(100)), False)], 4, torch.device("cpu"))
-    mixer = Mixer(4)
-    mixer.round = Mean(4, 8)
+    mixer, cost = Mixer(4), lambda: mixer.cost(Mean(4, 8), Parameters([block], in_place=False))
 
     def step(t, change):
-        mixer.step = t
         block.x += change
         rows = block.x.clone()
-        mixer.start(block)
-        mixer.finish(block)
+        average(mixer, Mean(4, 8), t, block)
         return rows
 
     for t in range(4):
         step(t, draw(t, 4, block.x.shape[1]))
     rows = step(4, jump)
     assert torch.equal(block.x.nan_to_num(), rows.nan_to_num())
-    assert mixer.cost([block]) == Mean(4).cost(400)
+    assert cost() == Mean(4).cost(400)
     block.x.copy_(draw(7, 1, block.x.shape[1]).expand_as(block.x))  # good ones are loaded
     rows = step(5, draw(8, 4, block.x.shape[1]))
     assert torch.allclose(block.x, rows.mean(0).expand_as(rows), atol=1e-6)
     rows = step(6, 0.01 * draw(9, 4, block.x.shape[1]))
     assert torch.allclose(block.x, rows.mean(0).expand_as(rows), atol=1e-3)
-    assert mixer.cost([block]) < 0.3 * Mean(4).cost(400)
+    assert cost() < 0.3 * Mean(4).cost(400)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_bytes_in_few_bits_do_not_depend_on_the_precision(dtype):
     block = Block([("x", nn.Parameter(torch.zeros(6400, dtype=dtype)), False)], 4, torch.device("cpu"))
-    mixer = Mixer(4, wire="bfloat16")
-    mixer.round = Mean(4, 8)
-    assert mixer.cost([block]) == 1.5 * 6400 * dtype.itemsize  # the first one: 2·3/4 rows, in full precision
-    mixer.start(block)
-    mixer.finish(block)
-    assert mixer.cost([block]) == 1.5 * 6500
+    mixer, x = Mixer(4, wire="bfloat16"), Parameters([block], in_place=False)
+    assert mixer.cost(Mean(4, 8), x) == 1.5 * 6400 * dtype.itemsize  # the first one: 2·3/4 rows, in full precision
+    average(mixer, Mean(4, 8), 0, block)
+    assert mixer.cost(Mean(4, 8), x) == 1.5 * 6500
 
 
 def test_graphs_with_means_in_few_bits():

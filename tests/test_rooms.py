@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "gossamer"
 # From the bottom to the top. A module imports from its own room and from those below.
 ROOMS = [
     ["errors"],
-    ["toml_files", "_deprecated"],
+    ["toml_files", "spelling", "_deprecated"],
     ["graphs"],
     ["schedules"],
     ["data"],
@@ -74,7 +74,7 @@ def test_no_module_is_too_long():
         "parallel/module.py": 700,
         "runtime/calibrate.py": 410,
         "members/membership.py": 402,
-        "transport/mixer.py": 430,
+        "trainer.py": 402,
     }  # until they are shorter
     for path in MODULES:
         name = str(path.relative_to(SOURCE))

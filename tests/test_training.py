@@ -217,6 +217,7 @@ def test_a_block_optimizer_equals_one_optimizer_per_replica(name, spare):
                 replicas.blocks[0].tensors(replicas.blocks[0].grad)[parameter_name][i].copy_(p.grad)
             torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
             optimizer.step()
+        mine.clip()
         mine.step()
     for i, module in enumerate(modules):
         with replicas.replica(i) as row:
@@ -241,7 +242,7 @@ def test_clipping_is_per_replica():
     for i, size in enumerate((0.01, 1.0, 100.0)):
         for t in block.rows(block.grad)[i]:
             t.fill_(size)
-    BlockOptimizer(Recipe("sgd", 1.0, clip=2.0), replicas)._clip(2.0)
+    BlockOptimizer(Recipe("sgd", 1.0, clip=2.0), replicas).clip()
     norms = block.grad.norm(dim=1)
     torch.testing.assert_close(norms, torch.tensor([0.01 * math.sqrt(block.numel), 2.0, 2.0]))
 

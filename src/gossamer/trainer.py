@@ -24,9 +24,8 @@ from gossamer.data.sources import Draw, source
 from gossamer.data.tasks import Task
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph
-from gossamer.graphs.rounds import Mean
 from gossamer.members.outages import Attendance, Outage, donors
-from gossamer.methods import algorithm
+from gossamer.methods import SharedMomentum, Step, method
 from gossamer.optim import BlockOptimizer, Recipe
 from gossamer.optim.learning_rates import LearningRate
 from gossamer.rows import batch_norm, profile
@@ -34,9 +33,10 @@ from gossamer.rows.backends import Batch
 from gossamer.rows.batch_norm import BatchNorm
 from gossamer.rows.profile import Profile
 from gossamer.rows.replicas import Replicas
+from gossamer.rows.vector import Gradients, Parameters
 from gossamer.schedules import Resized, Schedule, schedule
 from gossamer.transport.exchange import Exchange
-from gossamer.transport.mixer import Mixer, Wire
+from gossamer.transport.mixer import Mixer
 from gossamer.transport.probe import Probe
 
 _REESTIMATE, _REESTIMATE_BATCH = 2048, 128  # training samples with which BatchNorm's statistics are estimated anew
@@ -48,7 +48,7 @@ class TrainingDiverged(GossamerError):
 
 @dataclass(frozen=True)
 class Settings:
-    """How to train a task on n replicas. ``algorithm``: dsgd-awc, dsgd-atc or allreduce. ``batch`` is per replica."""
+    """How to train a task on n replicas. ``algorithm``: the method, such as awc, atc or all-reduce. ``batch`` is per replica."""
 
     replicas: int
     epochs: int
@@ -64,7 +64,7 @@ class Settings:
     profile_every: int = 0  # steps; 0: never
     device: str = "cpu"
     batch_norm: BatchNorm = "reestimate"  # how the averaged model gets its running statistics (see batch_norm.py)
-    wire: Wire = "float32"  # bfloat16: rows that travel by edges are rounded (see mixer.py)
+    wire: str = "float32"  # bfloat16: rows that travel by edges are rounded (see mixer.py)
     outages: tuple[Outage, ...] = ()  # workers that fail and perhaps come back (see outages.py); in one process only
 
 
@@ -98,15 +98,16 @@ class Trainer:
             raise GossamerError(f"replicas={n}: at least one replica is needed")
         if settings.epochs < 1:
             raise GossamerError(f"epochs={settings.epochs}: at least one epoch is needed")
-        kind = algorithm(settings.algorithm)
-        if kind.averages_gradients and settings.init == "different":
+        self.method = method(settings.algorithm)
+        centralized = self.method.averages == "gradients"
+        if centralized and settings.init == "different":
             raise GossamerError(
                 f"{settings.algorithm} averages gradients, so replicas must start the same; init='different' can't work"
             )
         self.task, self.settings = task, settings
         self.device = torch.device(settings.device)
         self.on_profile, self.on_epoch, self.on_step = on_profile, on_epoch, on_step
-        self.schedule = schedule("complete" if kind.averages_gradients else graph, n)
+        self.schedule = schedule("complete" if centralized else graph, n)
         if settings.outages:
             if exchange is not None:
                 raise GossamerError("failures: workers can leave and come back in one process only; run this without torchrun")
@@ -123,7 +124,12 @@ class Trainer:
             backend=settings.backend,
             vmap_randomness=settings.vmap_randomness,
         )
-        self.algorithm = kind(BlockOptimizer(settings.optimizer, self.replicas, self.schedule.shares_momentum))
+        if self.schedule.shares_momentum:
+            self.method = SharedMomentum(self.method)
+        self.optimizer = BlockOptimizer(settings.optimizer, self.replicas, self.schedule.shares_momentum)
+        x, grad = Parameters(self.replicas.blocks, in_place=False), Gradients(self.replicas.blocks)
+        self.now = Step(self.mixer, x, grad, self._look, self._share_momentum)
+        self.now.state = self.method.state(x)
         self.learning_rate = settings.learning_rate or LearningRate(settings.optimizer.lr)
         self.train = source(task.train).to(self.device)
         self.batches = sampler(settings.partition, self.train, n, settings.batch, settings.seed)
@@ -132,15 +138,18 @@ class Trainer:
         self.members: tuple[int, ...] = tuple(range(n))  # who takes part now
         self.steps = self.batches.steps_per_epoch * settings.epochs
         self.step = 0  # steps done
-        self.bytes = 0  # received by each replica so far
         self.history: list[EpochRecord] = []
         self.signals: dict[str, float] = {}
-        self._rate = self.settings.optimizer.lr  # now
         self._epoch_loss = torch.zeros((), dtype=torch.float64)
         self._epoch_degree = 0
         self.seconds = 0.0
         if exchange is not None:
             exchange.link.agree({key: str(value) for key, value in self._fingerprint().items()})
+
+    @property
+    def bytes(self) -> int:
+        """Received by each replica so far."""
+        return self.now.bytes
 
     @property
     def epoch(self) -> int:
@@ -176,21 +185,23 @@ class Trainer:
         if t in self.attendance.turns:
             self._take_part(self.attendance.members(t))
         graph = self.schedule.graph(t, epoch, self.settings.epochs, self.signals)
-        self.mixer.round = Mean(graph.n) if self.algorithm.averages_gradients else graph.round(t)
-        self._rate = self.learning_rate.at(t, self.steps, len(self.members))
-        self.algorithm.optimizer.set_lr(self._rate)
-        self.mixer.step = t
-        self.bytes += self.mixer.cost(self.replicas.blocks)
-        self.algorithm.begin(self.replicas, self.mixer, self._look)
+        now, rule = self.now, self.method
+        now.t, now.round, now.lr = t, graph.round(t), self.learning_rate.at(t, self.steps, len(self.members))
+        self.optimizer.set_lr(now.lr)
+        rule.before_forward(now)
         losses = self.replicas.gradients(self.task.loss, self._batch(t), t)
         losses = self.mixer.gather(losses, "loss")
         self._check(losses, t)
-        self.algorithm.finish(self.replicas, self.mixer, self._look)
+        rule.after_backward(now)
+        self.optimizer.clip()
+        rule.before_update(now)
+        self.optimizer.step()
+        rule.after_update(now)
         if self.mixer.probe is not None and (sight := self.mixer.probe.taken()):
             self.schedule.observe(sight)
         loss = losses.double().mean().cpu()
         self._epoch_loss += loss
-        self._epoch_degree += self.mixer.round.degree
+        self._epoch_degree += now.round.degree
         self.step += 1
         if self.on_step is not None:
             self.on_step(self.step, float(loss))
@@ -209,8 +220,10 @@ class Trainer:
         source = {worker: worker for worker in self.members} | donors(self.members, members)
         rows = [self.members.index(source[worker]) for worker in members]
         self.replicas.take(rows, members)
-        self.algorithm.optimizer.take(rows)
-        self.mixer = self._new_mixer(len(members))
+        self.optimizer.take(rows)
+        index = torch.tensor(rows, device=self.device)
+        self.now.state = {name: vector.take(index) for name, vector in self.now.state.items()}
+        self.mixer = self.now.mixer = self._new_mixer(len(members))
         assert isinstance(self.schedule, Resized)
         self.schedule.resize(len(members))
         self.members = members
@@ -218,8 +231,13 @@ class Trainer:
     def _new_mixer(self, n: int) -> Mixer:
         mixer = Mixer(n, self.exchange, self.settings.wire)
         if self.schedule.watches and n > 1:
-            mixer.probe = Probe(self.exchange, lambda: self._rate, self.schedule.learnt)
+            mixer.probe = Probe(self.exchange, lambda: self.now.lr, self.schedule.learnt)
         return mixer
+
+    def _share_momentum(self, t: int) -> bool:
+        return self.optimizer.share_momentum(
+            {id(block): self.mixer.moved(k, t) for k, block in enumerate(self.replicas.blocks)}
+        )
 
     def _check(self, losses: torch.Tensor, t: int) -> None:
         bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()

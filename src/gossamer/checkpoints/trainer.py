@@ -37,7 +37,7 @@ def capture(trainer: Any) -> dict[str, Any]:
     replicas = trainer.replicas
     return {
         "model": {"x": [block.x for block in replicas.blocks], "buffers": dict(replicas.buffers)},
-        "optimizers": trainer.algorithm.optimizer.state_dict(),
+        "optimizers": trainer.optimizer.state_dict(),
         "schedule": trainer.schedule.state_dict(),
         "signals": dict(trainer.signals),
         "means": trainer.mixer.state_dict(replicas.blocks),
@@ -71,7 +71,7 @@ def _check(trainer: Any, found: Snapshot, where: str) -> None:
     here = {f"x.{k}": block.x for k, block in enumerate(trainer.replicas.blocks)}
     there = {f"x.{k}": x for k, x in enumerate(parts["model"]["x"])}
     _check_rows(there | parts["model"]["buffers"], here | trainer.replicas.buffers, rows, where)
-    optimizers = trainer.algorithm.optimizer.optimizers
+    optimizers = trainer.optimizer.optimizers
     if members == trainer.members:  # else there are others after _resize, which are made the same way
         if len(parts["optimizers"]) != len(optimizers):
             raise GossamerError(f"{where} holds {len(parts['optimizers'])} optimizers, and there are {len(optimizers)} here")
@@ -118,12 +118,12 @@ def restore(trainer: Any, found: Snapshot, where: str) -> None:
     for name, stacked in replicas.buffers.items():
         stacked.copy_(parts["model"]["buffers"][name])
     try:
-        trainer.algorithm.optimizer.load_state_dict(parts["optimizers"])
+        trainer.optimizer.load_state_dict(parts["optimizers"])
     except (KeyError, TypeError, ValueError) as error:
         raise Unreadable(f"{where} does not fit: the optimizer refuses its state: {error}") from None
     trainer.mixer.load_state_dict(replicas.blocks, parts["means"])
     trainer.schedule.load_state_dict(parts["schedule"])
-    trainer.step, trainer.bytes, trainer.seconds = found.step, progress["bytes"], progress["seconds"]
+    trainer.step, trainer.now.bytes, trainer.seconds = found.step, progress["bytes"], progress["seconds"]
     trainer.signals, trainer.history = dict(parts["signals"]), _history(found)
     trainer._epoch_loss, trainer._epoch_degree = progress["epoch_loss"].cpu(), progress["epoch_degree"]
     if progress["backend"] is not None and trainer.settings.backend == "auto":

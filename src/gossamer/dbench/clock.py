@@ -8,6 +8,7 @@ from gossamer.data.tasks import Task
 from gossamer.dbench.spec import MethodPart, Spec
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph
+from gossamer.methods import method as parse_method
 from gossamer.runtime import cluster as clusters
 from gossamer.runtime.cluster import Cluster
 from gossamer.runtime.methods import DDP, Gossip, Method
@@ -80,4 +81,4 @@ def _method(spec: Spec, method: MethodPart) -> Method:
 
 
 def _order(spec: Spec, method: MethodPart) -> Literal["awc", "atc"]:
-    return "awc" if (method.algorithm or spec.algorithm) == "dsgd-awc" else "atc"
+    return "awc" if parse_method(method.algorithm or spec.algorithm).name == "awc" else "atc"

@@ -16,7 +16,7 @@ from gossamer.dbench import failures as failing
 from gossamer.dbench.failures import NONE, EventPart, FailuresPart
 from gossamer.errors import GossamerError
 from gossamer.members.outages import Outage
-from gossamer.methods import algorithm
+from gossamer.methods import method as parse_method
 from gossamer.optim import Recipe
 from gossamer.optim.learning_rates import Constant, InverseSqrt, LearningRate, Scaling, Shape, StepDecay, WarmupCosine
 from gossamer.rows.backends import Backend
@@ -139,7 +139,7 @@ class MethodPart(_Part):
 
     @property
     def centralized(self) -> bool:
-        return self.name == CENTRALIZED if self.algorithm is None else self.algorithm == "allreduce"
+        return self.name == CENTRALIZED if self.algorithm is None else parse_method(self.algorithm).averages == "gradients"
 
     @property
     def topology(self) -> str:
@@ -214,7 +214,7 @@ class Spec(_Part):
     @field_validator("algorithm")
     @classmethod
     def _algorithm(cls, value: str) -> str:
-        if algorithm(value).averages_gradients:
+        if parse_method(value).averages == "gradients":
             raise GossamerError(f"{value!r} is for the method 'centralized' only; here stands the algorithm of the others")
         return value
 
@@ -226,7 +226,7 @@ class Spec(_Part):
                 f"methods: {next(n for n in names if names.count(n) > 1)!r} is there twice; give each a name of its own"
             )
         for method in self.methods:
-            algorithm(method.algorithm or self.algorithm)
+            parse_method(method.algorithm or self.algorithm)
         failing.check(self.failures, self.replicas, self.seeds, self.task.epochs)
         return self
 

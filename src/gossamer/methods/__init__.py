@@ -1,12 +1,13 @@
-"""The update rules. Each is written once, on a block ``[r, D]``, and never knows how the rows are spread over processes.
+"""Room 5: what a step does. One file per method, written once for DBench and for a person's own training loop.
 
-A step has two moments, so that communication can run under computation: ``begin`` before the forward pass, where x_t may
-start to be mixed (it does not change until ``finish``), and ``finish`` after the backward pass. ``look`` is called once per
-step, just before parameters are averaged: that is where the profile is taken.
+A Method has a few moments around the optimizer, which it never calls itself. A Step is what it sees there: the rows of parameters,
+gradients and of its own state, and ``mix``, which averages any of them with the neighbours.
 """
 
 from gossamer.methods.allreduce import AllReduce
-from gossamer.methods.base import Algorithm, Look, algorithm
+from gossamer.methods.base import Method, method
 from gossamer.methods.gossip import AdaptThenCombine, AdaptWhileCombine
+from gossamer.methods.shared_momentum import SharedMomentum
+from gossamer.methods.step import Step
 
-__all__ = ["AdaptThenCombine", "AdaptWhileCombine", "Algorithm", "AllReduce", "Look", "algorithm"]
+__all__ = ["AdaptThenCombine", "AdaptWhileCombine", "AllReduce", "Method", "SharedMomentum", "Step", "method"]

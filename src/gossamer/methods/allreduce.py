@@ -1,19 +1,19 @@
-"""Centralized training: gradients are averaged over all replicas every step, so all replicas stay the same."""
+"""Centralized training: gradients are averaged over all replicas in every step, so all replicas stay the same."""
 
-from gossamer.methods.base import Algorithm, Look
-from gossamer.rows.replicas import Replicas
-from gossamer.transport.mixer import Mixer
+from dataclasses import dataclass
+
+from gossamer.methods.base import Method
+from gossamer.methods.step import Step
 
 
-class AllReduce(Algorithm):
-    name = "allreduce"
-    averages_gradients = True
+@dataclass(frozen=True)
+class AllReduce(Method):
+    """As ``DistributedDataParallel`` does."""
 
-    def begin(self, replicas: Replicas, mixer: Mixer, look: Look) -> None:
-        pass
+    name, averages = "all-reduce", "gradients"
 
-    def finish(self, replicas: Replicas, mixer: Mixer, look: Look) -> None:
-        for block in replicas.blocks:
-            mixer.mean_(block.grad)
-        self.optimizer.step()
-        look()
+    def after_backward(self, s: Step) -> None:
+        s.mean(s.grad).into(s.grad)
+
+    def after_update(self, s: Step) -> None:
+        s.look()

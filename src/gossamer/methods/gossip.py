@@ -1,43 +1,35 @@
 """Decentralized SGD in both orders, with any optimizer d(·): "D-PSGD", and "D-Adam" when d is Adam."""
 
-from gossamer.methods.base import Algorithm, Look
-from gossamer.rows.replicas import Replicas
-from gossamer.transport.mixer import Mixer
+from dataclasses import dataclass
+
+from gossamer.methods.base import Method
+from gossamer.methods.step import Step
 
 
-class AdaptWhileCombine(Algorithm):
+@dataclass(frozen=True)
+class AdaptWhileCombine(Method):
     """x <- W x - η d(x): the gradient is taken at the unmixed x while x is being mixed, so communication is hidden.
 
     Weight decay acts on the mixed parameters, because the optimizer runs on them.
     """
 
-    name = "dsgd-awc"
+    name = "awc"
 
-    def begin(self, replicas: Replicas, mixer: Mixer, look: Look) -> None:
-        look()
-        for block in replicas.blocks:
-            mixer.start(block)
+    def before_forward(self, s: Step) -> None:
+        s.pending["x"] = s.mix(s.x)
+        s.look()
 
-    def finish(self, replicas: Replicas, mixer: Mixer, look: Look) -> None:
-        for block in replicas.blocks:
-            mixer.finish(block)
-        self.optimizer.share_momentum(mixer.moved)
-        self.optimizer.step()
+    def before_update(self, s: Step) -> None:
+        s.pending.pop("x").into(s.x)
 
 
-class AdaptThenCombine(Algorithm):
+@dataclass(frozen=True)
+class AdaptThenCombine(Method):
     """x <- W (x - η d(x)): a local step, then averaging. On the complete graph with plain SGD it equals all-reduce."""
 
-    name = "dsgd-atc"
+    name = "atc"
 
-    def begin(self, replicas: Replicas, mixer: Mixer, look: Look) -> None:
-        pass
-
-    def finish(self, replicas: Replicas, mixer: Mixer, look: Look) -> None:
-        self.optimizer.step()
-        look()
-        for block in replicas.blocks:
-            mixer.start(block)
-        for block in replicas.blocks:
-            mixer.finish(block)
-        self.optimizer.share_momentum(mixer.moved)
+    def after_update(self, s: Step) -> None:
+        mixed = s.mix(s.x)
+        s.look()
+        mixed.into(s.x)

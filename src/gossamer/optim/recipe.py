@@ -6,7 +6,7 @@ would mix replicas there: they get one instance per replica. Momentum and moment
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -154,17 +154,15 @@ class BlockOptimizer:
                 group["lr"] = lr
 
     def step(self) -> None:
-        """Clip, then update the current rows. Looks up where they are: mixing swaps buffers."""
-        if self.recipe.clip is not None:
-            self._clip(self.recipe.clip)
+        """Update the current rows. Looks up where they are: mixing swaps buffers."""
         for param, place in self._params:
             param.data = place.view(place.block.x)
         for optimizer in self.optimizers:
             optimizer.step()
 
-    def share_momentum(self, moved: Callable[[Block], Tensor | None]) -> None:
-        """After rows were mixed, if momentum is shared. ``moved(block)``: how far their mean went in a step, if all are their mean now."""
-        rows = {id(block): row for block in self.replicas.blocks if self.shares_momentum and (row := moved(block)) is not None}
+    def share_momentum(self, moved: Mapping[int, Tensor | None]) -> bool:
+        """After rows were mixed. ``moved``: how far the mean of each block went in a step, by ``id``. Returns whether that was known."""
+        rows = {key: row for key, row in moved.items() if row is not None}
         places: dict[Tensor, _Place] = dict(self._params)
 
         def of(param: Tensor) -> Tensor | None:
@@ -174,9 +172,12 @@ class BlockOptimizer:
 
         for optimizer in self.optimizers if rows else ():
             momentum.share(optimizer, of)
+        return bool(rows)
 
-    def _clip(self, limit: float) -> None:
+    def clip(self) -> None:
         """As ``clip_grad_norm_`` does, over all tensors of one replica. Tensor by tensor, so that n=1 rounds as PyTorch does."""
+        if (limit := self.recipe.clip) is None:
+            return
         for i in range(self.replicas.r):
             scale = (limit / (nn.utils.get_total_norm(self.replicas.row_gradients(i)) + 1e-6)).clamp(max=1.0)
             for block in self.replicas.blocks:

@@ -32,7 +32,7 @@ from gossamer.checkpoints import shards
 from gossamer.checkpoints import worker as state_of_worker
 from gossamer.checkpoints.snapshot import Snapshot
 from gossamer.errors import Diverged, GossamerError
-from gossamer.graphs import Graph, plain_name, told_hosts
+from gossamer.graphs import Graph, Mean, Round, plain_name, told_hosts
 from gossamer.members.changes import Survival
 from gossamer.members.roster import Change
 from gossamer.members.store import Seat, open_link
@@ -44,15 +44,16 @@ from gossamer.parallel.momentum import Shared
 from gossamer.parallel.uneven import Stretch
 from gossamer.parallel.wrapper import Wrapper
 from gossamer.rows import profile
-from gossamer.rows.block import Block
 from gossamer.rows.finite import Fault
 from gossamer.rows.flat import Flat
 from gossamer.rows.profile import Profile
+from gossamer.rows.vector import Parameters
 from gossamer.schedules import Order, Schedule, schedule
 from gossamer.transport.exchange import Exchange
-from gossamer.transport.mixer import Mixer, Wire
+from gossamer.transport.mixer import Mixer
+from gossamer.transport.operation import Traffic
 from gossamer.transport.probe import Probe
-from gossamer.transport.transfer import Traffic
+from gossamer.transport.transfer import Transfer
 
 ALL_REDUCE = "all-reduce"
 
@@ -81,7 +82,7 @@ class DecentralizedDataParallel(Wrapper):
         *,
         order: Order | None = None,
         local_steps: int = 1,
-        wire: Wire = "float32",
+        wire: str = "float32",
         send_copy: bool = False,
         init: Literal["broadcast", "keep"] = "broadcast",
         epochs: int | None = None,
@@ -127,12 +128,14 @@ class DecentralizedDataParallel(Wrapper):
         if self.schedule.watches and self._exchange is not None:
             self._mixer.probe = Probe(self._exchange, _weakly(self._rate), _weakly(self._learnt))
         self.steps = 0  # done; the one counter
+        self._round: Round = Mean(1)  # of the last averaging
         self.profiles: list[Profile] = []
         self.signals: dict[str, float] = {}
         self._gradients: dict[torch.optim.Optimizer, Gradients] = {}  # of the optimizers, in the order in which they step
         self._undo: list[Callable[[], object]] = []
         self._begun = False  # this step's averaging, if it has one
-        self._in_flight: list[Block] | None = None
+        self._x = Parameters(self._flat.blocks, in_place=True)
+        self._in_flight: Transfer | None = None
         self._stretch: Stretch | None = None  # inside uneven()
         self._stretches = 0
         self._also: Mapping[str, Any] = {}
@@ -259,7 +262,7 @@ class DecentralizedDataParallel(Wrapper):
                 self.schedule,
                 _weakly(self._captured),
                 _weakly(self._take_over),
-                {**signature, "wire": self._mixer.wire, "the optimizers": optimizers},
+                {**signature, "wire": self._mixer.wire.name, "the optimizers": optimizers},
                 self._fault,
             )
             if seat.joins:
@@ -307,27 +310,23 @@ class DecentralizedDataParallel(Wrapper):
         self._look()
         if self._exchange is None or (self.steps + 1) % self.local_steps:
             return
-        self._mixer.step = self.steps
-        self._mixer.round = self._graph().round(self.steps // self.local_steps)
+        self._round = self._graph().round(self.steps // self.local_steps)
         self._flat.depart()
-        self._in_flight = list(self._flat.blocks)
         with torch.no_grad():
-            for block in self._in_flight:
-                self._mixer.start(block)
+            self._in_flight = self._mixer.start(self._round, self.steps, self._x)
 
     def _finish(self) -> None:
         if self._in_flight is None:
             return
         self._flat.check(busy=not self._mixer.send_copy)
         with torch.no_grad():
-            for block in self._in_flight:
-                self._mixer.finish_in_place(block)
+            self._in_flight.into(self._x)
         self._in_flight = None
         if self._mixer.probe is not None and (sight := self._mixer.probe.taken()):
             self._current_schedule.observe(sight)
             self.schedule.succeed(self._current_schedule)
         if self._momentum is not None:
-            self._momentum.share(self._gradients)
+            self._momentum.share(self._gradients, self._round, self.steps)
         if self._mixer.fault is not None:
             self._leave(self._mixer.fault)
 
@@ -583,7 +582,7 @@ class DecentralizedDataParallel(Wrapper):
         state_of_worker.check(found.parts, where, self._bare(), list(self._gradients), also)
 
     def _signature(self) -> dict[str, str]:
-        return {"wire": self._mixer.wire, **state_of_worker.signature(self._bare(), list(self._gradients))}
+        return {"wire": self._mixer.wire.name, **state_of_worker.signature(self._bare(), list(self._gradients))}
 
     def _captured(self) -> dict[str, Any]:
         """For a worker that joins."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from gossamer.graphs.rounds import Mean
+from gossamer.graphs.rounds import Mean, Round
 from gossamer.optim.momentum import share
 from gossamer.rows.flat import Flat
 from gossamer.transport.mixer import Mixer
@@ -27,14 +27,14 @@ class Shared:
             self.jumped |= self.flat.touched
             self._noticed = True
 
-    def share(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def share(self, optimizers: Iterable[torch.optim.Optimizer], round_: Round, step: int) -> None:
         """If all parameters are their mean now, and it was training that moved them."""
         jumped = self.jumped
-        if isinstance(self.mixer.round, Mean):
+        if isinstance(round_, Mean):
             self.jumped = False
         if jumped:
             return
-        moved = [self.mixer.moved(block) for block in self.flat.blocks]
+        moved = [self.mixer.moved(k, step) for k in range(len(self.flat.blocks))]
         views = self.flat.views(moved) if any(row is not None for row in moved) else {}
         for optimizer in optimizers if views else ():
             share(optimizer, lambda parameter: views.get(id(parameter)))

@@ -56,6 +56,11 @@ def decode(coded: Tensor, out: Tensor) -> None:
         piece.copy_(numbers.flatten()[: len(piece)])
 
 
+def finite(coded: Tensor) -> bool:
+    """Whether all numbers of an encoded row are."""
+    return not bool((coded.view(-1, UNIT)[:, SPAN] == _NOT_FINITE).any())
+
+
 def rounded(row: Tensor, out: Tensor, turn: int = 0) -> None:
     """What :func:`decode` makes of what :func:`encode` makes of it, without the bytes between."""
     size = _piece(row)

@@ -274,11 +274,3 @@ def correct(x: Tensor, snapshot: Tensor, others: Sequence[tuple[float, Tensor]])
         base = base if base.dtype == x.dtype else base.to(x.dtype)
         for weight, row in others:
             target.add_(row[part].to(x.dtype).sub_(base) if row.dtype != x.dtype else row[part] - base, alpha=weight)
-
-
-def mix_rounded(round_: Round, x: Tensor, out: Tensor) -> Tensor:
-    """out <- X + (W - I) bfloat16(X): what a bfloat16 wire does, in one process. Keeps the mean of X exactly (up to rounding
-    in X's own precision), because 1ᵀ(W - I) = 0."""
-    rounded = x.to(torch.bfloat16).to(x.dtype)
-    mix(round_, rounded, out)
-    return out.add_(x).sub_(rounded)

@@ -34,7 +34,7 @@ from gossamer.rows import codec, mixing
 from gossamer.runtime.cluster import Cluster, build
 from gossamer.runtime.workload import gradient_sizes
 from gossamer.transport.exchange import Exchange
-from gossamer.transport.transfer import Flight
+from gossamer.transport.operation import Operation
 
 _REPEATS = 5
 _IN_A_ROW = 50
@@ -245,7 +245,7 @@ class Probe:
         offsets = itertools.cycle([one, 2 * one] if self.n > 2 * one else [one])
         found = Steps([], [], [], [])
 
-        def fly() -> Flight:
+        def fly() -> Operation:
             by = next(offsets)
             to, source = (self.rank + by) % self.n, (self.rank - by) % self.n
             return self.exchange.edges([(to, out)], [(source, into)], self.exchange.collective_tag(), "calibrate")
@@ -255,18 +255,18 @@ class Probe:
             found.alone.extend(_step(job) for _ in range(_BLOCK))
             dist.barrier()
             for _ in range(_STREAM):
-                flight, began = fly(), time.perf_counter()
+                operation, began = fly(), time.perf_counter()
                 beside = []
-                while not flight.done.is_set():
+                while not operation.done.is_set():
                     beside.append(sum(_step(job)[:2]))
-                flight.wait()
+                operation.wait()
                 found.beside.extend(beside[:-1])  # the last one has outlived the row
-                found.rates.append(size / max(flight.ended - began, 1e-9))
+                found.rates.append(size / max(operation.ended - began, 1e-9))
             dist.barrier()
             for _ in range(_BLOCK):
-                flight, began = fly(), time.perf_counter()
+                operation, began = fly(), time.perf_counter()
                 _gradients(job)
-                flight.wait()
+                operation.wait()
                 job.optimizer.step()
                 found.paces.append(time.perf_counter() - began)
 

@@ -4,7 +4,7 @@
 - **slices**: each member owns some columns; everyone sends it those columns of its rows, it applies a Round to them and sends
   the rows back. 2(m-1)/m rows for *any* Round over m workers; everyone waits for everyone, as in an all-reduce.
 
-Both are started, run while the process computes, and are waited for: a :class:`Flight`. Rows go in chunks (a large message both
+Both are started, run while the process computes, and are waited for: a :class:`Operation`. Rows go in chunks (a large message both
 ways between the same two gloo ranks would run half-duplex), straight out of the tensor that holds them.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from gossamer.errors import GossamerError
 from gossamer.transport import waiting
 from gossamer.transport.link import Link, Message, Tag
-from gossamer.transport.transfer import Flight, Guard, Stage, Traffic, Waiter, Works, first_line
+from gossamer.transport.operation import Guard, Operation, Stage, Traffic, Waiter, Works, first_line
 
 _KINDS = {"mean()": 1, "consensus()": 2, "average_()": 3, "save()": 4, "load()": 5, "profile": 6, "uneven()": 7}
 _LATER = 64  # collectives of a link before its epoch begins are counted from 0, those after from here: newcomers know nothing of the first
@@ -52,10 +52,10 @@ class Exchange:
         self._parts: dict[bool, tuple[Tag, dict[tuple[int, bool], int]]] = {}
         # Two, so that steps and collectives do not wait for each other: workers may call mean() at different points of a step.
         self._waiters = {False: Waiter("steps"), True: Waiter("collectives")}
-        self._departures: list[Flight] = []  # sent from a copy; perhaps not yet taken
+        self._departures: list[Operation] = []  # sent from a copy; perhaps not yet taken
         self.failed = False  # somebody was lost
-        self.guard: Guard | None = None  # with one, losing somebody is no error; see flights.py
-        self.limbo: list[Flight] = []  # given up; gloo may still write to their tensors
+        self.guard: Guard | None = None  # with one, losing somebody is no error; see operation.py
+        self.limbo: list[Operation] = []  # given up; gloo may still write to their tensors
         self._stream: Any = torch.cuda.Stream() if link.streams else None
 
     @property
@@ -79,18 +79,20 @@ class Exchange:
 
     def edges(
         self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], tag: Tag, what: str = "step"
-    ) -> Flight:
+    ) -> Operation:
         """Rows ``[count, D]`` (or one, ``[D]``) to and from peers."""
-        return self._start(Flight(self, what, tag), self._messages(outgoing, tag, True), self._messages(incoming, tag, False))
+        return self._start(
+            Operation(self, what, tag), self._messages(outgoing, tag, True), self._messages(incoming, tag, False)
+        )
 
     def edges_apart(
         self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], tag: Tag
-    ) -> tuple[Flight, Flight]:
+    ) -> tuple[Operation, Operation]:
         """As :meth:`edges`, but what leaves and what arrives are waited for apart: a slow receiver does not hold us."""
         out, into = self._messages(outgoing, tag, True), self._messages(incoming, tag, False)
-        arrivals = self._start(Flight(self, "step", tag), [], into)
-        departures = self._start(Flight(self, "step", tag), out, [], later=True)
-        self._departures = [flight for flight in self._departures if not flight.done.is_set()] + [departures]
+        arrivals = self._start(Operation(self, "step", tag), [], into)
+        departures = self._start(Operation(self, "step", tag), out, [], later=True)
+        self._departures = [operation for operation in self._departures if not operation.done.is_set()] + [departures]
         _open.add(self)
         return departures, arrivals
 
@@ -105,7 +107,7 @@ class Exchange:
         what: str = "step",
         between: Between | None = None,
         unit: int = 1,
-    ) -> Flight:
+    ) -> Operation:
         """``out [r, D]`` <- my rows of ``apply`` over the rows of all members. ``apply(x, y)`` fills y from x, both
         ``[members · r, some columns]``, rows in the order of members; ``scratch`` is room for them. ``between``: an exchange
         with others than the members before ``apply``, by edges, of what ``prepare(x)`` made. ``unit``: columns that must stay together."""
@@ -114,7 +116,9 @@ class Exchange:
         owned = [columns(width, len(members), k, unit) for k in range(len(members))]
         mine = owned[me]
         # With an exchange between others and others, everybody hangs on everybody.
-        flight = Flight(self, what, tag, frozenset(self.living[q] for q in (members if between is None else range(self.size))))
+        operation = Operation(
+            self, what, tag, frozenset(self.living[q] for q in (members if between is None else range(self.size)))
+        )
         x, y = scratch or tuple(rows.new_empty(2, len(members) * r, self.owned(width, members, unit)))
         others = [(k, peer) for k, peer in enumerate(members) if k != me]
         place = {k: slice(k * r, (k + 1) * r) for k in range(len(members))}
@@ -130,7 +134,7 @@ class Exchange:
             if x.shape[1]:
                 apply(x, y)
                 out[:, mine].copy_(y[place[me]])
-            return self._post(flight, out_2, in_2)
+            return self._post(operation, out_2, in_2)
 
         later: list[Stage] = [give_back]
         if between is not None:
@@ -141,10 +145,10 @@ class Exchange:
 
             def meet() -> Works:
                 prepare(x)
-                return self._post(flight, out_b, in_b)
+                return self._post(operation, out_b, in_b)
 
             later.insert(0, meet)
-        return self._start(flight, out_1, in_1, later, kept)
+        return self._start(operation, out_1, in_1, later, kept)
 
     def owned(self, width: int, members: Sequence[int], unit: int = 1) -> int:
         """How many of the columns are mine."""
@@ -163,7 +167,7 @@ class Exchange:
         """Everyone's flat tensor of the same size, ``[size, …]``. For small ones."""
         everyone = row.new_empty(0)
 
-        def start() -> Flight:
+        def start() -> Operation:
             nonlocal everyone
             everyone = poisoned(row, self.size)
             everyone[self.rank] = row
@@ -172,7 +176,7 @@ class Exchange:
 
         return everyone if self.complete(start, what) else self.reachable(row, what)
 
-    def complete(self, start: Callable[[], Flight], what: str, sound: Callable[[], bool] | None = None) -> bool:
+    def complete(self, start: Callable[[], Operation], what: str, sound: Callable[[], bool] | None = None) -> bool:
         """A collective. With a guard, all members that live have it in the end, or it is an error: if one is lost, ``start`` is called
         again, with fewer ``living``, and perhaps on another link. False if no worker can say any more who lives: then it is for
         :meth:`reachable`. ``sound``: with a guard, whether the result is of use; the worker that spoils it must leave."""
@@ -187,11 +191,11 @@ class Exchange:
             if link is not self.link:  # of an epoch that begins later
                 self.collectives = self._early.get(link.epoch, 0)
             self.link, self.living = link, places
-            flight = start()
+            operation = start()
             if link is not home[0]:
                 self._early[link.epoch] = self.collectives
-            flight.wait()
-            return not flight.lost.intersection(places) and (sound is None or sound())
+            operation.wait()
+            return not operation.lost.intersection(places) and (sound is None or sound())
 
         try:
             return guard.complete(what, home[0].timeout, fly)
@@ -210,9 +214,9 @@ class Exchange:
         rows[here.index(link.rank)] = row
         others = [(k, q) for k, q in enumerate(here) if q != link.rank]
         tag = Tag(link.epoch + _BLIND, True, self._calls)
-        flight = self.edges([(q, row) for _, q in others], [(q, rows[k]) for k, q in others], tag, what)
-        flight.wait()
-        return rows[[k for k, q in enumerate(here) if q not in flight.lost]]
+        operation = self.edges([(q, row) for _, q in others], [(q, rows[k]) for k, q in others], tag, what)
+        operation.wait()
+        return rows[[k for k, q in enumerate(here) if q not in operation.lost]]
 
     def broadcast_(self, row: Tensor, what: str = "broadcast") -> None:
         """Everyone gets rank 0's values, along a binary tree."""
@@ -256,69 +260,69 @@ class Exchange:
 
     def _start(
         self,
-        flight: Flight,
+        operation: Operation,
         outgoing: list[Message],
         incoming: list[Message],
         then: Sequence[Stage] = (),
         more: Sequence[Message] = (),
         later: bool = False,
-    ) -> Flight:
-        """Post the messages at once; waiting, and what comes ``then``, is left to a thread (see ``flights.py``). ``later``: it only
+    ) -> Operation:
+        """Post the messages at once; waiting, and what comes ``then``, is left to a thread (see ``operation.py``). ``later``: it only
         starts to wait when someone waits for it."""
-        flight.kept = [*outgoing, *incoming, *more]
+        operation.kept = [*outgoing, *incoming, *more]
         self._count(outgoing, incoming)
         if self._stream is not None:
-            self._on_stream(flight, outgoing, incoming, then)
-            return flight
-        losses = waiting.NONE if self.guard is None else self.guard.losses(flight.link)
+            self._on_stream(operation, outgoing, incoming, then)
+            return operation
+        losses = waiting.NONE if self.guard is None else self.guard.losses(operation.link)
         if losses is not waiting.NONE:  # in nearly every step nothing is lost
-            given_up = waiting.at_start(flight.essential, flight.peers, losses)
-            flight.lost |= given_up.lost
+            given_up = waiting.at_start(operation.essential, operation.peers, losses)
+            operation.lost |= given_up.lost
             if given_up.in_vain:
-                flight.submitted = True
-                flight.land()
-                return flight
+                operation.submitted = True
+                operation.land()
+                return operation
         try:
-            works = self._post(flight, outgoing, incoming)
+            works = self._post(operation, outgoing, incoming)
         except RuntimeError as error:
-            flight.peer = getattr(error, "peer", flight.peer)
-            raise flight.failure(first_line(error)) from None
-        flight.stages.extend([lambda: works, *then])
+            operation.peer = getattr(error, "peer", operation.peer)
+            raise operation.failure(first_line(error)) from None
+        operation.stages.extend([lambda: works, *then])
         if not works and not then:
-            flight.submitted = True
-            flight.ended = flight.began
-            flight.done.set()
+            operation.submitted = True
+            operation.ended = operation.began
+            operation.done.set()
         elif not later:
-            self.submit(flight)
-        return flight
+            self.submit(operation)
+        return operation
 
-    def _post(self, flight: Flight, outgoing: list[Message], incoming: list[Message]) -> Works:
+    def _post(self, operation: Operation, outgoing: list[Message], incoming: list[Message]) -> Works:
         if self.guard is None:
-            return flight.link.post(outgoing, incoming)
-        before = set(flight.lost)
-        works = flight.link.post(outgoing, incoming, flight.lost)
-        for peer in flight.lost - before:
-            self.guard.lose(flight.link, peer, "the connection is closed")
+            return operation.link.post(outgoing, incoming)
+        before = set(operation.lost)
+        works = operation.link.post(outgoing, incoming, operation.lost)
+        for peer in operation.lost - before:
+            self.guard.lose(operation.link, peer, "the connection is closed")
         return works
 
     def _count(self, outgoing: list[Message], incoming: list[Message]) -> None:
         self.traffic.sent += sum(m.tensor.nbytes for m in outgoing)
         self.traffic.received += sum(m.tensor.nbytes for m in incoming)
 
-    def _on_stream(self, flight: Flight, outgoing: list[Message], incoming: list[Message], then: Sequence[Stage]) -> None:
+    def _on_stream(self, operation: Operation, outgoing: list[Message], incoming: list[Message], then: Sequence[Stage]) -> None:
         """On a GPU the stream waits, not the host, so nothing needs a thread."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for stage in (lambda: self.link.post(outgoing, incoming), *then):
                 for _, work in stage():
                     work.wait()
-        flight.event = self._stream.record_event()
-        flight.submitted = True
+        operation.event = self._stream.record_event()
+        operation.submitted = True
 
-    def submit(self, flight: Flight) -> None:
-        flight.submitted = True
-        flight.waiter = self._waiters[flight.tag.collective]
-        flight.waiter.take(flight)
+    def submit(self, operation: Operation) -> None:
+        operation.submitted = True
+        operation.waiter = self._waiters[operation.tag.collective]
+        operation.waiter.take(operation)
         _open.add(self)
 
     # --- The end of the process -------------------------------------------------------------------------------------------
@@ -330,11 +334,11 @@ class Exchange:
         can't get back into Python, and the whole process aborts.
         """
         _open.discard(self)
-        for flight in self._departures if orderly and not self.failed else ():
+        for operation in self._departures if orderly and not self.failed else ():
             with contextlib.suppress(GossamerError):  # a receiver that is gone does not need it
-                flight.wait()
-        for flight in self.limbo:
-            flight.link.close()
+                operation.wait()
+        for operation in self.limbo:
+            operation.link.close()
         for waiter in self._waiters.values():
             waiter.end()
         if self.guard is not None:
@@ -342,7 +346,7 @@ class Exchange:
 
     def drop(self) -> None:
         """Its model is gone, or closed: give back threads, descriptors and memory, now and not when the process ends."""
-        if all(flight.done.is_set() for flight in self._departures):
+        if all(operation.done.is_set() for operation in self._departures):
             self.close(orderly=True)
             self.link.discard()
             self._departures, self.limbo, self._parts = [], [], {}
@@ -357,7 +361,7 @@ class Exchange:
         self.link, self.living, self.collectives = link, tuple(range(link.size)), _LATER
         self._early = {}
         self._departures = []
-        self.limbo = [flight for flight in self.limbo if not flight.link.closed]
+        self.limbo = [operation for operation in self.limbo if not operation.link.closed]
 
 
 _open: set[Exchange] = set()  # kept until the process ends: others may still be taking what these have sent

@@ -1,70 +1,51 @@
-"""A Mixer applies the Round of the moment to a block of rows: by itself, or with rows that Exchange brings from other processes.
+"""A Mixer applies a Round to vectors: by itself, or with rows that Exchange brings from other processes.
 
-``start`` before the forward pass, ``finish`` after the backward pass: between the two, rows are on their way while the process
-computes. Whoever uses it never knows how many processes there are.
+``start`` makes rows set out and returns a :class:`Transfer`; its ``into`` waits for the result. Between the two, rows are in flight while
+the process computes. A caller never knows how many processes there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gossamer.errors import GossamerError
 from gossamer.graphs.rounds import Hosts, Mean, Round
-from gossamer.rows import codec, finite, mixing
+from gossamer.rows import codec, finite, mixing, wires
 from gossamer.rows.block import Block
 from gossamer.rows.finite import Fault
 from gossamer.rows.movement import Movement, mean_of_codes
-from gossamer.transport.exchange import Between, Exchange, columns, poisoned
+from gossamer.rows.vector import Parameters, Vector
+from gossamer.rows.wires import BFLOAT16, EXACT, Wire
+from gossamer.transport.exchange import Between, Exchange, poisoned
 from gossamer.transport.link import Tag
+from gossamer.transport.operation import Operation
 from gossamer.transport.probe import Probe
-from gossamer.transport.routes import Plan, plan, rows_of
-from gossamer.transport.transfer import Flight
-
-Wire = Literal["float32", "bfloat16"]
-
-
-@dataclass
-class _Mixing:
-    """One block on its way."""
-
-    round: Round
-    plan: Plan
-    flight: Flight | None = None
-    received: Tensor | None = None  # edges: what arrives, a row each
-    result: Tensor | None = None  # slices: what comes back
-    snapshot: Tensor | None = None  # the rows as they were sent, if not straight out of the block
-    codes: Tensor | None = None  # few bits: what comes back
-    spoiled: Set[int] = frozenset()  # edges: which of the rows that came are not finite
+from gossamer.transport.routes import plan, rows_of
+from gossamer.transport.transfer import Part, Transfer
 
 
 class Mixer:
-    """``wire="bfloat16"``: rows that travel by edges are rounded, one's own stays exact: x + Σ w(bf16(x_j) - bf16(x_i)).
-    ``send_copy``: send from a copy, so that a slow receiver does not hold a fast sender, and parameters may change meanwhile."""
+    """``wire="bfloat16"``: rows that travel by edges are rounded, each worker's own stays exact: x + Σ w(bf16(x_j) - bf16(x_i)).
+    ``send_copy``: send parameters from a copy, so that a slow receiver does not hold a fast sender, and they may change meanwhile."""
 
-    def __init__(self, n: int, exchange: Exchange | None = None, wire: Wire = "float32", send_copy: bool = False) -> None:
-        if wire not in ("float32", "bfloat16"):
-            raise GossamerError(f"wire={wire!r} is not known; rows travel as 'float32' or 'bfloat16'")
-        self.n, self.exchange, self.wire, self.send_copy = n, exchange, wire, send_copy
+    def __init__(self, n: int, exchange: Exchange | None = None, wire: str | Wire = "float32", send_copy: bool = False) -> None:
+        self.wire = wires.wire(wire, (EXACT, BFLOAT16))
+        self.n, self.exchange, self.send_copy = n, exchange, send_copy
         self.rows = rows_of(exchange.rank, n, exchange.size) if exchange else range(n)
         self._per_process = len(self.rows)
-        self.round: Round = Mean(n)
-        self.step = 0
         self.check_finite = False  # for one row per process: a row that is not finite is not mixed
         self._turns: dict[int, int] = {}  # of each block, how often it was sent
         self.fault: Fault | None = None  # what is not finite in my own row, once it was found
         self.on_fault: Callable[[Fault], object] | None = None  # under gossamer launch: leave, so that the others can go on
-        self.probe: Probe | None = None  # looks at the first block whenever all are averaged, if somebody wants to know
-        self._probed: Block | None = None
+        self.probe: Probe | None = None  # looks at the first block whenever all are averaged, if a schedule wants to know
+        self.step = 0  # of what was started last
+        self._probed: tuple[Block, int] | None = None
         self._movements: dict[int, Movement] = {}  # of the blocks that have a mean that all know
-        self._moved: dict[int, Tensor] = {}  # in one process: how far all have moved
-        self._mixing: dict[int, _Mixing] = {}
-        self._departures: dict[int, Flight] = {}  # sent from a copy, perhaps not yet taken by their receivers
-        self._buffers: dict[tuple[int, str, torch.dtype], Tensor] = {}
+        self._departures: list[tuple[int, Operation, Tensor]] = []  # sent from a copy in some step, perhaps not yet taken
+        self._buffers: dict[tuple[int, torch.dtype], list[Tensor]] = {}  # of so many columns; free ones
 
     def resize(self) -> None:
         """Other processes take part than before."""
@@ -73,125 +54,168 @@ class Mixer:
             self.n = self._per_process * self.exchange.size
             self.rows = rows_of(self.exchange.rank, self.n, self.exchange.size)
 
-    def edge_share(self, dtype: torch.dtype) -> float:
-        """What a row by edges weighs on the wire against one in its own precision."""
-        rounded = self.wire == "bfloat16" and dtype in (torch.float32, torch.float64)
-        return torch.bfloat16.itemsize / dtype.itemsize if rounded else 1.0
-
-    def cost(self, blocks: Sequence[Block]) -> int:
+    def cost(self, round_: Round, *vectors: Vector, wire: Wire | None = None) -> int:
         """Bytes of this Round per replica, as ``Round.cost`` defines them, with what the wire saves and a look costs."""
-        whole = sum(block.numel * block.dtype.itemsize for block in blocks)
-        looks = self.probe is not None and isinstance(self.round, Mean) and self.round.n > 1
-        seen = self.probe.cost(blocks[0].x.shape[1], self.round.n) if self.probe is not None and looks else 0
-        if not self._in_few_bits:
-            return self.round.cost(whole, self.edge_share(torch.float32)) + seen
-        if not self._movements:
-            return Mean(self.round.n).cost(whole) + seen
-        return self.round.cost(torch.float32.itemsize * sum(block.numel for block in blocks)) + seen
+        total = 0
+        for vector in vectors:
+            sizes = [(numel, tensor.dtype.itemsize) for numel, tensor in zip(vector.numels, vector.tensors, strict=True)]
+            whole = sum(numel * size for numel, size in sizes)
+            if wire is not None:
+                total += round(round_.degree * wire.share(torch.float32) * whole)
+                continue
+            if isinstance(vector, Parameters) and self._looks(round_) and self.probe is not None:
+                total += self.probe.cost(vector.tensors[0].shape[1], round_.n)
+            if not _in_few_bits(round_):
+                total += round_.cost(whole, self.wire.share(torch.float32))
+            elif not self._movements or not isinstance(vector, Parameters):
+                total += Mean(round_.n).cost(whole)
+            else:
+                total += round_.cost(torch.float32.itemsize * sum(numel for numel, _ in sizes))
+        return total
 
-    @property
-    def _in_few_bits(self) -> bool:
-        return isinstance(self.round, Mean) and self.round.bits < 32 and self.round.n > 1
+    def _looks(self, round_: Round) -> bool:
+        return self.probe is not None and isinstance(round_, Mean) and round_.n > 1
 
-    # --- Start and finish ------------------------------------------------------------------------------------------------
+    # --- Start ------------------------------------------------------------------------------------------------------------
 
-    def start(self, block: Block) -> None:
-        """Start to mix ``block.x``. It may be read, not changed, until ``finish`` (but see ``send_copy``)."""
-        share = self.edge_share(block.dtype)
-        rounded = share < 1 and self.round.verb(share) == "edges"
-        movement = self._movements.get(id(block)) if self._in_few_bits else None
+    def start(self, round_: Round, step: int, *vectors: Vector, wire: Wire | None = None, alike: bool = False) -> Transfer:
+        """Start to mix. What is sent may be read, not changed, until ``into`` (but see ``send_copy``). ``wire``: in which all rows travel,
+        by edges; by default the mixer's own, where it saves bytes. ``alike``: a mean that is the same for all, to the bit."""
+        self.step = step
+        parts = [
+            [
+                self._start(Part(vector, k, round_, wire or self.wire, step), wire is not None, alike)
+                for k in range(len(vector.tensors))
+            ]
+            for vector in vectors
+        ]
+        return Transfer(self, vectors, parts)
+
+    def _start(self, part: Part, always: bool, alike: bool) -> Part:
+        round_, x = part.round, part.x
+        share = part.wire.share(x.dtype)
+        rounded = share < 1 and not alike and (always or round_.verb(share) == "edges")
+        few = isinstance(part.vector, Parameters) and _in_few_bits(round_) and not always
+        movement = self._movements.get(part.k) if few else None
         if self.exchange is None:
-            self._look(block, None)
+            self._look(part, None)
             if movement is not None:
-                self._moved[id(block)] = movement.mixed(block.x, self.step)
-                return
-            (mixing.mix_rounded if rounded else mixing.mix)(self.round, block.x, block.spare)
-            return
-        made = plan(self.round, self.exchange.size, self.exchange.rank, rounded)
-        state = self._mixing[id(block)] = _Mixing(self.round, made)
-        tag = self.exchange.step_tag(self.step)
+                part.moved = movement.mixed(x, part.step)
+            elif round_.degree:
+                self._mix_here(part, rounded)
+            return part
+        part.plan = plan(round_, self.exchange.size, self.exchange.rank, rounded, alike or few)
+        tag = self.exchange.step_tag(part.step)
         if movement is not None:
-            self._start_codes(block, state, tag, movement)
-        elif made.verb == "edges":
-            self._start_edges(block, state, tag, rounded)
-        elif made.verb in ("slices", "hosts"):
-            self._start_slices(block, state, tag)
-        self._look(block, tag)
+            self._start_codes(part, tag, movement)
+        elif part.plan.verb == "edges":
+            self._start_edges(part, tag, rounded)
+        elif part.plan.verb in ("slices", "hosts"):
+            self._start_slices(part, tag)
+        self._look(part, tag)
+        return part
 
-    def _look(self, block: Block, tag: Tag | None) -> None:
-        if self.probe is not None and self._probed is None and isinstance(self.round, Mean) and self.round.n > 1:
-            self._probed = block
-            self.probe.start(block, tag)
+    def _mix_here(self, part: Part, rounded: bool) -> None:
+        """In one process the result is there at once."""
+        x, vector = part.x, part.vector
+        block = vector.blocks[part.k] if isinstance(vector, Parameters) and not vector.in_place else None
+        if isinstance(part.round, Mean) and block is None and not rounded:
+            part.result = torch.mean(x, dim=0, keepdim=True)
+            return
+        part.out = self._take(part, x.shape, x.dtype) if block is None else block.spare
+        if rounded:
+            part.snapshot = self._encoded(part)
+            x = part.decoded(part.snapshot)
+        mixing.mix(part.round, x, part.out)
 
-    def _see(self, block: Block) -> None:
-        if self.probe is not None and self._probed is block:
-            self._probed = None
-            self.probe.finish(block, self.step)
+    def _encoded(self, part: Part) -> Tensor:
+        """The rows as the wire has them."""
+        x, wire = part.x, part.wire
+        code = self._take(part, (len(x), wire.width(x.shape[1])), wire.code)
+        for k, (row, out) in enumerate(zip(x, code, strict=True)):
+            wire.encode(row, out, codec.turn(part.step, self.rows.start + k))
+        return code
 
-    def _start_edges(self, block: Block, state: _Mixing, tag: Tag, rounded: bool) -> None:
+    def _look(self, part: Part, tag: Tag | None) -> None:
+        if self.probe is not None and self._probed is None and isinstance(part.vector, Parameters) and self._looks(part.round):
+            self._probed = part.vector.blocks[part.k], part.step
+            self.probe.start(self._probed[0], tag)
+
+    def see(self) -> None:
+        """What was looked at has arrived."""
+        if self.probe is not None and self._probed is not None:
+            (block, step), self._probed = self._probed, None
+            self.probe.finish(block, step)
+
+    def _start_edges(self, part: Part, tag: Tag, rounded: bool) -> None:
         assert self.exchange is not None
-        dtype = torch.bfloat16 if rounded else block.dtype
-        if rounded or self.send_copy:
-            self._take_off(block)
-            state.snapshot = self._buffer(block, "snapshot", block.r, dtype).copy_(block.x)
-        source = block.x if state.snapshot is None else state.snapshot
+        x, source = part.x, part.x
+        dtype, width = (part.wire.code, part.wire.width(x.shape[1])) if rounded else (x.dtype, x.shape[1])
+        if rounded or self._copies(part):
+            self._wait_for_departures(part.step)
+            source = part.snapshot = self._encoded(part) if rounded else self._take(part, x.shape, dtype).copy_(x)
         outgoing: list[tuple[int, Tensor]] = []
-        for k, parcel in enumerate(state.plan.sends):
+        for parcel in part.plan.sends:
             local = [row - self.rows.start for row in parcel.rows]
             if parcel.sums is None:
                 outgoing += [(parcel.peer, source[row]) for row in local]
             else:
-                sums = self._buffer(block, f"sums {k}", parcel.count, dtype)
-                weights = torch.from_numpy(parcel.sums).to(block.x)
-                torch.mm(weights, source if len(local) == block.r else source[local], out=sums)
+                sums = self._take(part, (parcel.count, width), dtype)
+                weights = torch.from_numpy(parcel.sums).to(x)
+                torch.mm(weights, source if len(local) == len(x) else source[local], out=sums)
                 outgoing.append((parcel.peer, sums))
-        count = sum(parcel.count for parcel in state.plan.receives)
-        state.received = self._buffer(block, "received", count, dtype)
-        parts = state.received.split([parcel.count for parcel in state.plan.receives]) if count else ()
-        incoming = [(parcel.peer, part) for parcel, part in zip(state.plan.receives, parts, strict=True)]
-        if state.snapshot is not None:
-            self._departures[id(block)], state.flight = self.exchange.edges_apart(outgoing, incoming, tag)
-        else:
-            state.flight = self.exchange.edges(outgoing, incoming, tag)
+        count = sum(parcel.count for parcel in part.plan.receives)
+        part.received = self._take(part, (count, width), dtype)
+        pieces = part.received.split([parcel.count for parcel in part.plan.receives]) if count else ()
+        incoming = [(parcel.peer, piece) for parcel, piece in zip(part.plan.receives, pieces, strict=True)]
+        if part.snapshot is None:
+            part.operation = self.exchange.edges(outgoing, incoming, tag)
+            return
+        departure, part.operation = self.exchange.edges_apart(outgoing, incoming, tag)
+        kept = next(k for k, held in enumerate(part.held) if held.data_ptr() == part.snapshot.data_ptr())
+        self._departures.append((part.step, departure, part.held.pop(kept)))
 
-    def _sent(self, block: Block, state: _Mixing) -> Tensor:
-        if self.send_copy:
-            state.snapshot = self._buffer(block, "snapshot", block.r, block.dtype).copy_(block.x)
-        return block.x if state.snapshot is None else state.snapshot
+    def _copies(self, part: Part) -> bool:
+        return self.send_copy and isinstance(part.vector, Parameters)
 
-    def _start_slices(self, block: Block, state: _Mixing, tag: Tag) -> None:
+    def _sent(self, part: Part) -> Tensor:
+        if self._copies(part):
+            part.snapshot = self._take(part, part.x.shape, part.x.dtype).copy_(part.x)
+        return part.x if part.snapshot is None else part.snapshot
+
+    def _start_slices(self, part: Part, tag: Tag) -> None:
         assert self.exchange is not None
-        rows, members = self._sent(block, state), state.plan.members
-        if state.plan.reduced and block.r > 1:
-            rows = torch.mean(rows, dim=0, keepdim=True, out=self._buffer(block, "mean", 1, block.dtype))
-        state.result = self._buffer(block, "result", rows.shape[0], block.dtype)
+        rows, members, dtype = self._sent(part), part.plan.members, part.x.dtype
+        if part.plan.reduced and len(rows) > 1:
+            rows = torch.mean(rows, dim=0, keepdim=True, out=self._take(part, (1, rows.shape[1]), dtype))
+        part.result = self._take(part, rows.shape, dtype)
         mine = self.exchange.owned(rows.shape[1], members)
-        x, y = (self._buffer(block, what, len(members) * len(rows), block.dtype, mine) for what in ("columns", "mixed columns"))
-        apply, between = self._between(block, state, mine)
-        state.flight = self.exchange.slices(rows, state.result, members, apply, tag, (x, y), between=between)
+        x, y = (self._take(part, (len(members) * len(rows), mine), dtype) for _ in range(2))
+        apply, between = self._between(part, mine)
+        part.operation = self.exchange.slices(rows, part.result, members, apply, tag, (x, y), between=between)
 
-    def _start_codes(self, block: Block, state: _Mixing, tag: Tag, movement: Movement) -> None:
+    def _start_codes(self, part: Part, tag: Tag, movement: Movement) -> None:
         """As slices, but every row travels, not the mean of mine: it would be rounded once more."""
         assert self.exchange is not None
-        rows = self._sent(block, state)
-        wide, members, n = codec.width(rows.shape[1]), state.plan.members, state.round.n
+        rows = self._sent(part)
+        wide, members, n = codec.width(rows.shape[1]), part.plan.members, part.round.n
         mine = self.exchange.owned(wide, members, codec.UNIT)
-        first, step = self.exchange.begins(wide, members, codec.UNIT) // codec.UNIT, self.step
-        sent, state.codes = (self._buffer(block, what, block.r, torch.uint8, wide) for what in ("codes", "codes back"))
-        x, y = (self._buffer(block, what, n, torch.uint8, mine) for what in ("code columns", "mixed code columns"))
+        first, step = self.exchange.begins(wide, members, codec.UNIT) // codec.UNIT, part.step
+        sent, part.codes = (self._take(part, (len(rows), wide), torch.uint8) for _ in range(2))
+        x, y = (self._take(part, (n, mine), torch.uint8) for _ in range(2))
         movement.encode(rows, sent, step, self.rows.start)
 
         def apply(x: Tensor, y: Tensor) -> None:
             mean_of_codes(x, n, mine // codec.UNIT * codec.SPAN, y[0], step, first)
             y[1:] = y[:1]
 
-        state.flight = self.exchange.slices(sent, state.codes, members, apply, tag, (x, y), unit=codec.UNIT)
+        part.operation = self.exchange.slices(sent, part.codes, members, apply, tag, (x, y), unit=codec.UNIT)
 
-    def _between(self, block: Block, state: _Mixing, mine: int) -> tuple[Callable[[Tensor, Tensor], object], Between | None]:
+    def _between(self, part: Part, mine: int) -> tuple[Callable[[Tensor, Tensor], object], Between | None]:
         """What I do with my columns. Hosts: those of my host's mean go to the worker with my place on another host, and its come to me."""
-        hosts, inner, plan_, place = state.round, state.plan.inner, state.plan.between, state.plan.place
+        hosts, inner, plan_, place = part.round, part.plan.inner, part.plan.between, part.plan.place
         assert inner is not None
-        look = self.check_finite and block.r == 1
+        look, dtype = self.check_finite and len(part.x) == 1, part.x.dtype
         if plan_ is None:
 
             def alone(x: Tensor, y: Tensor) -> None:
@@ -201,14 +225,15 @@ class Mixer:
 
             return alone, None
         assert isinstance(hosts, Hosts)
-        mean = self._buffer(block, "host mean", 1, block.dtype, mine)
-        theirs = self._buffer(block, "other hosts", max(1, len(plan_.receives)), block.dtype, mine)
+        mean = self._take(part, (1, mine), dtype)
+        theirs = self._take(part, (max(1, len(plan_.receives)), mine), dtype)
         peers = [(parcel.peer * hosts.per_node + place, row) for parcel, row in zip(plan_.receives, theirs, strict=False)]
         weights = hosts.inner.neighbors(self.rows.start // hosts.per_node)
         others = [(weights[parcel.rows[0]], row) for parcel, row in zip(plan_.receives, theirs, strict=False)]
+        own = weights.get(self.rows.start // hosts.per_node, 0.0)
 
         def apply(x: Tensor, y: Tensor) -> None:
-            mixing.blend(mean[0], weights.get(self.rows.start // hosts.per_node, 0.0), others, out=y[0])
+            mixing.blend(mean[0], own, others, out=y[0])
             if look:
                 finite.mark(y[:1], alike=True)
             y[1:] = y[:1]
@@ -216,152 +241,62 @@ class Mixer:
         sends = [(parcel.peer * hosts.per_node + place, mean) for parcel in plan_.sends]
         return apply, Between(lambda x: torch.mean(x, dim=0, keepdim=True, out=mean), sends, peers)
 
-    def finish(self, block: Block) -> None:
-        """The mixed rows are there and become ``block.x``, which is another buffer than before."""
-        state = self._mixing.pop(id(block), None)
-        moved = self._moved.pop(id(block), None)
-        if state is not None:
-            self._combine(block, state)
-        elif moved is not None:
-            mean = self._arrive(block, moved)
-            block.spare.copy_(block.x if mean is None else mean.expand_as(block.x))
-        block.swap()
-        if moved is None and (state is None or state.codes is None):
-            self._agree(block, block.x[0])
-        self._see(block)
+    # --- Means in 8 bits --------------------------------------------------------------------------------------------------
 
-    def _agree(self, block: Block, mean: Tensor) -> None:
+    def agree(self, part: Part, mean: Tensor) -> None:
         """The first mean of those that will be in few bits; it came in full precision."""
-        if self._in_few_bits and id(block) not in self._movements:
-            self._movements[id(block)] = Movement(mean, self.step)
+        if isinstance(part.vector, Parameters) and _in_few_bits(part.round) and part.k not in self._movements:
+            self._movements[part.k] = Movement(mean, part.step)
 
-    def _arrived(self, block: Block, state: _Mixing) -> Tensor | None:
-        """The mean that the codes lead to."""
-        assert state.codes is not None
-        moved = torch.empty(block.x.shape[1], dtype=torch.float32, device=block.x.device)
-        codec.decode(state.codes[0], moved)
-        return self._arrive(block, moved)
-
-    def _arrive(self, block: Block, moved: Tensor) -> Tensor | None:
+    def arrive(self, part: Part) -> Tensor | None:
         """The new mean; or None, and the next one is in full precision again."""
-        mean = self._movements[id(block)].arrive(moved, self.step)
+        moved = part.moved
+        if moved is None:
+            assert part.codes is not None
+            moved = torch.empty(part.x.shape[1], dtype=torch.float32, device=part.x.device)
+            codec.decode(part.codes[0], moved)
+        mean = self._movements[part.k].arrive(moved, part.step)
         if mean is None:
-            del self._movements[id(block)]
-            self.look_for_fault(block, block.x[0])
+            del self._movements[part.k]
+            self.look_for_fault(part, part.x[0])
         return mean
 
-    def moved(self, block: Block) -> Tensor | None:
-        """How far the last mean went in a step, on the average; None if it took one step only, or nobody knows."""
-        movement = self._movements.get(id(block))
-        if movement is None or movement.moved is None or movement.step != self.step or movement.steps < 2:
+    def moved(self, k: int, step: int) -> Tensor | None:
+        """How far the mean of block k in this step went per step, on the average; None if it took one step only, or is not known."""
+        movement = self._movements.get(k)
+        if movement is None or movement.moved is None or movement.step != step or movement.steps < 2:
             return None
         return movement.moved / movement.steps
 
     def state_dict(self, blocks: Sequence[Block]) -> list[dict[str, Any] | None]:
         """What all know, of each block."""
-        return [movement.state_dict() if (movement := self._movements.get(id(block))) else None for block in blocks]
+        return [movement.state_dict() if (movement := self._movements.get(k)) else None for k in range(len(blocks))]
 
     def load_state_dict(self, blocks: Sequence[Block], state: list[dict[str, Any] | None]) -> None:
         """``state``: of all blocks. If they were others (parameters that were frozen then), the next mean is the first one again."""
         pairs = list(zip(blocks, state, strict=False))
         same = len(blocks) == len(state) and all(not held or len(held["mean"]) == block.x.shape[1] for block, held in pairs)
-        self._movements = {id(block): Movement.of(held) for block, held in pairs if same and held}
+        self._movements = {k: Movement.of(held) for k, held in enumerate(state) if same and held}
 
-    def _combine(self, block: Block, state: _Mixing) -> None:
-        x, out = block.x, block.spare
-        if state.flight is not None:
-            state.flight.wait()
-        if state.codes is not None:
-            mean = self._arrived(block, state)
-            out.copy_(x if mean is None else mean.expand_as(out))
-        elif state.result is not None:
-            out.copy_(state.result.expand_as(out))
-        elif state.plan.verb == "none":
-            out.copy_(x)
-        elif state.snapshot is not None and state.snapshot.dtype != block.dtype:
-            assert state.received is not None
-            sent = state.snapshot.to(block.dtype)
-            mixing.product([(state.plan.local, sent), (state.plan.remote, state.received.to(block.dtype))], out)
-            out.add_(x).sub_(sent)
-        elif block.r == 1:
-            own, others = self._terms(state)
-            mixing.blend(x[0], own, others, out[0])
-        else:
-            assert state.received is not None
-            names = [row for parcel in state.plan.receives for row in parcel.rows] if state.plan.raw else None
-            weights = state.plan.local, state.plan.remote
-            mixing.mix_some(state.round, self.rows.start, x, state.received, names, *weights, out)
+    # --- Rows that are not finite -----------------------------------------------------------------------------------------
 
-    def finish_in_place(self, block: Block) -> None:
-        """For one row per process: the mixed row is written to where the row is, so that parameters stay in their place."""
-        state = self._mixing.pop(id(block), None)
-        if state is None or state.flight is None:
-            return
-        state.flight.wait()
-        self._see(block)
-        if state.flight.dirty:
-            self._buffers = {key: held for key, held in self._buffers.items() if key[0] != id(block)}
-        if state.flight.in_vain or not self._sound(block, state):
-            return  # some of the mixed row is missing or not finite, so all of it is: the Round is the identity for me
-        x = block.x[0]
-        if state.codes is not None:
-            mean = self._arrived(block, state)
-            if mean is None:
-                return
-        else:
-            mean = None if state.result is None else state.result[0]
-            if mean is not None:
-                self._agree(block, mean)
-        if mean is not None and state.snapshot is not None:
-            mixing.correct(x, state.snapshot[0], [(1.0, mean)])
-        elif mean is not None:
-            x.copy_(mean)
-        elif state.snapshot is not None:
-            mixing.correct(x, state.snapshot[0], self._terms(state)[1])
-        else:
-            mixing.blend(x, *self._terms(state), out=x)
+    def turn(self, part: Part) -> int:
+        self._turns[part.k] = turn = self._turns.get(part.k, 0) + 1
+        return turn
 
-    def _terms(self, state: _Mixing) -> tuple[float, list[tuple[float, Tensor]]]:
-        weights = state.round.neighbors(self.rows.start)
-        assert state.received is not None
-        parcels = list(zip(state.plan.receives, state.received, strict=True))
-        own = weights.get(self.rows.start, 0.0)
-        if state.flight is not None and (state.flight.lost or state.spoiled) and self.exchange is not None:
-            # A row that did not come whole, or is not finite, is not used at all; its weight goes to my own.
-            lost, living = state.flight.lost, self.exchange.living
-            came = [pair for k, pair in enumerate(parcels) if living[pair[0].peer] not in lost and k not in state.spoiled]
-            own += sum(weights[parcel.rows[0]] for parcel, _ in parcels) - sum(weights[parcel.rows[0]] for parcel, _ in came)
-            parcels = came
-        return own, [(weights[parcel.rows[0]], row) for parcel, row in parcels]
-
-    def _sound(self, block: Block, state: _Mixing) -> bool:
-        """Whether there is something to be mixed: not if my own row is not finite, or the mixed one. (Codes are looked at later.)"""
-        if not self.check_finite or state.codes is not None:
-            return True
-        sent = (block.x if state.snapshot is None else state.snapshot)[0]
-        sound = True
-        if state.result is not None:  # their owners have looked at the columns, and marked those that are not finite
-            first = self._firsts(state)
-            sound = finite.finite(state.result[0, first])
-        if state.received is not None:
-            state.spoiled = {k for k, row in enumerate(state.received) if not finite.finite(row)}
-            self._turns[id(block)] = turn = self._turns.get(id(block), 0) + 1
-            sound = finite.finite(finite.share(sent, turn))
-        if not sound:
-            self.look_for_fault(block, sent)
-        return sound
-
-    def _firsts(self, state: _Mixing) -> list[int]:
-        """Of each member's columns the first one."""
-        assert state.result is not None
-        width, members = state.result.shape[1], state.plan.members
-        begins = (columns(width, len(members), k).start for k in range(len(members)))
-        return [begin for begin in begins if begin < width]
-
-    def look_for_fault(self, block: Block, row: Tensor) -> None:
+    def look_for_fault(self, where: Part | Block, row: Tensor) -> None:
         """Some row is not finite. Is it mine, and where?"""
-        if self.check_finite and self.fault is None and not finite.finite(row):
-            self.fault = Fault(finite.culprit(block, row), self.step)
+        if not self.check_finite or self.fault is not None or finite.finite(row):
+            return
+        block = (
+            where
+            if isinstance(where, Block)
+            else where.vector.blocks[where.k]
+            if isinstance(where.vector, Parameters)
+            else None
+        )
+        step = 0 if isinstance(where, Block) else where.step
+        self.fault = Fault("the method's state" if block is None else finite.culprit(block, row), step)
 
     # --- Means -----------------------------------------------------------------------------------------------------------
 
@@ -380,7 +315,7 @@ class Mixer:
             return row
         out = row
 
-        def start() -> Flight:
+        def start() -> Operation:
             nonlocal out
             out = poisoned(row, 1)[0]  # anew, in case what was lost still comes
             everyone = Mean(exchange.size)
@@ -404,17 +339,30 @@ class Mixer:
 
     # --- Buffers ---------------------------------------------------------------------------------------------------------
 
-    def _take_off(self, block: Block) -> None:
-        """What was sent from the snapshot of the last step has left, so that it may be written again."""
-        flight = self._departures.pop(id(block), None)
-        if flight is not None:
-            flight.wait()
+    def _wait_for_departures(self, step: int) -> None:
+        """What was sent from copies in earlier steps has left, so that they may be written again."""
+        for _, operation, buffer in [departure for departure in self._departures if departure[0] != step]:
+            operation.wait()
+            self.give_back([buffer])
+        self._departures = [departure for departure in self._departures if departure[0] == step]
 
-    def _buffer(self, block: Block, what: str, rows: int, dtype: torch.dtype, columns: int | None = None) -> Tensor:
-        """Reused from step to step; grows when a Round brings more rows than any before."""
-        width = block.x.shape[1] if columns is None else columns
-        key = (id(block), what, dtype)
-        held = self._buffers.get(key)
-        if held is None or held.shape[0] < rows or held.shape[1] != width:
-            held = self._buffers[key] = torch.empty(rows, width, dtype=dtype, device=block.x.device)
-        return held[:rows]
+    def _take(self, part: Part, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A buffer for as long as the transfer lasts. They are used again from step to step."""
+        rows, columns = shape
+        free = self._buffers.setdefault((columns, dtype), [])
+        fits = next((k for k, buffer in enumerate(free) if len(buffer) >= rows), None)
+        if fits is None:
+            free.clear()  # a Round that brings more rows than any before
+            buffer = torch.empty(rows, columns, dtype=dtype, device=part.x.device)
+        else:
+            buffer = free.pop(fits)
+        part.held.append(buffer)
+        return buffer[:rows]
+
+    def give_back(self, buffers: Sequence[Tensor]) -> None:
+        for buffer in buffers:
+            self._buffers.setdefault((buffer.shape[1], buffer.dtype), []).append(buffer)
+
+
+def _in_few_bits(round_: Round) -> bool:
+    return isinstance(round_, Mean) and round_.bits < 32 and round_.n > 1

@@ -20,7 +20,7 @@ from gossamer.rows.block import Block
 from gossamer.schedules import Sight
 from gossamer.transport.exchange import Exchange
 from gossamer.transport.link import Tag
-from gossamer.transport.transfer import Flight
+from gossamer.transport.operation import Operation
 
 _SHARE = 256  # of so many columns of a row one is looked at,
 _LEAST, _MOST = 16, 8192  # but not fewer, or more, than these
@@ -39,7 +39,7 @@ class Probe:
         self._given: tuple[float, ...] = ()
         self._rows: Tensor | None = None  # a sample
         self._sums: Tensor | None = None  # its mean over all processes, and what travels along
-        self._flight: Flight | None = None
+        self._operation: Operation | None = None
 
     def taken(self) -> Sight | None:
         """What was seen, once."""
@@ -61,7 +61,7 @@ class Probe:
         mine = torch.cat([mine.mean(dim=0), square, mine.new_tensor(self._given)]).unsqueeze(0)
         self._sums, everyone = torch.empty_like(mine), Mean(self._exchange.size)
         members = range(self._exchange.size)
-        self._flight = self._exchange.slices(mine, self._sums, members, lambda x, y: mixing.mix(everyone, x, y), tag)
+        self._operation = self._exchange.slices(mine, self._sums, members, lambda x, y: mixing.mix(everyone, x, y), tag)
 
     def finish(self, block: Block, step: int) -> None:
         """When they are averaged. Nothing was seen if somebody was lost meanwhile."""
@@ -71,11 +71,11 @@ class Probe:
             apart, length = float((rows - mean).double().square().sum(dim=1).mean()), float(mean.double().square().sum())
             carried = self._given
         else:
-            assert self._flight is not None
+            assert self._operation is not None
             assert self._sums is not None
-            flight, self._flight = self._flight, None
-            flight.wait()
-            if flight.lost & flight.essential:
+            operation, self._operation = self._operation, None
+            operation.wait()
+            if operation.lost & operation.essential:
                 return
             mean, numbers = self._sums[0].split([self._sums.shape[1] - 1 - len(self._given), 1 + len(self._given)])
             length = math.fsum(mean.square().tolist())  # exact: a sum may differ between processors, and all must see the same

@@ -65,14 +65,15 @@ def rows_of(process: int, n: int, p: int) -> range:
 
 
 @lru_cache(maxsize=256)
-def plan(round_: Round, p: int, process: int, quantized: bool = False) -> Plan:
-    """``quantized``: rows travel in bfloat16, which only edges can do, and no sums, which would be rounded once more."""
+def plan(round_: Round, p: int, process: int, quantized: bool = False, alike: bool = False) -> Plan:
+    """``quantized``: rows travel on a wire that rounds, which only edges can do, and no sums, which would be rounded once more. ``alike``:
+    a mean must be the same for all, to the bit."""
     n = round_.n
     mine = rows_of(process, n, p)
     if p == 1 or round_.degree == 0:
         return Plan("none")
-    # No need to look at n² weights; and rows that move in few bits need a mean that is the same for all, to the bit.
-    if isinstance(round_, Mean) and (p > 2 or round_.bits < 32) and not quantized:
+    # No need to look at n² weights. (Two workers that swap rows may round differently.)
+    if isinstance(round_, Mean) and (p > 2 or alike) and not quantized:
         return Plan("slices", members=tuple(range(p)), inner=Mean(p), reduced=True)
     if isinstance(round_, Hosts) and len(mine) == 1:
         host, place = divmod(process, round_.per_node)

@@ -1,335 +1,280 @@
-"""Rows on their way, and the thread that waits for them.
+"""A Transfer is vectors on their way to W v: what ``mix`` returns. It owns its buffers, from when rows set out to when the result is used.
 
-gloo's own ``wait(timeout)`` closes all pairs of the process when it expires. So a thread does the waiting without a timeout, and the
-process that needs the rows waits for the thread, with a clock of its own: it can say who is late, see what the other one is doing,
-and give up.
-
-With a :class:`Guard` (see ``membership.py``) a peer that is lost ends nothing: the flight says in ``lost`` whose rows did not come whole.
+``into`` waits and writes W v. What was sent may be the target, and may have changed since if a copy of it was sent: then the change is
+kept, and what averaging adds, W v - v, is added. The same form keeps means exact on a wire that rounds: x + W Q(x) - Q(x).
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-import queue
-import re
-import threading
-import time
-import warnings
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from gossamer.errors import GossamerError
-from gossamer.transport import waiting
-from gossamer.transport.link import Link, Message, Tag
-from gossamer.transport.waiting import Losses
+from gossamer.graphs.rounds import Round
+from gossamer.rows import codec, finite, mixing
+from gossamer.rows.vector import Parameters, Vector
+from gossamer.rows.wires import Wire
+from gossamer.transport.exchange import columns
+from gossamer.transport.operation import Operation
+from gossamer.transport.routes import Plan
 
 if TYPE_CHECKING:
-    from gossamer.transport.exchange import Exchange
+    from gossamer.transport.mixer import Mixer
 
-_LOOK = 2.0  # seconds of waiting after which we say so, and look what the other one is doing
-_WARN = 30.0  # seconds of waiting after which the user is told
-_GUARDED = 0.05  # seconds between two looks whether somebody was lost, while we wait
-_GRACE = 0.2  # seconds for what may still come when somebody was lost of those who all need each other
-
-Works = list[tuple[int, Any]]
-Stage = Callable[[], Works]
-
-
-class Guard(Protocol):
-    """Knows who is lost. Ranks are those of the link."""
-
-    @property
-    def blind(self) -> bool:
-        """Whether the members can't agree any more on who they are."""
-
-    def losses(self, link: Link) -> Losses:
-        """Which of its ranks, and which connections."""
-
-    def lose(self, link: Link, rank: int, why: str) -> None:
-        """The connection to one of them broke."""
-
-    def complete(self, what: str, timeout: float, fly: Callable[[Link, tuple[int, ...]], bool]) -> bool:
-        """A collective. ``fly(link, places)`` does one try, and says whether all of it came. False if the store is gone: then no worker can
-        say who lives."""
-
-    def close(self, orderly: bool) -> None:
-        """This worker leaves: it has finished, or ends with an error."""
-
-    def shut_out(self, timeout: float) -> bool:
-        """After a flight: whether the others may have gone on without this worker before its rows had come. It asks the store if it was
-        silent for so long that it can't know."""
+_NO_PLAN = Plan("none")
 
 
 @dataclass
-class Traffic:
-    """Counted since the start: bytes, and seconds. ``exposed``: the process stood still for it; ``transfer``: from the start
-    of each flight to its last byte."""
+class Part:
+    """One tensor ``[r, D]`` of a vector."""
 
-    sent: int = 0
-    received: int = 0
-    exposed: float = 0.0
-    transfer: float = 0.0
-    flights: int = 0
+    vector: Vector
+    k: int  # which of the vector's tensors
+    round: Round
+    wire: Wire
+    step: int
+    plan: Plan = _NO_PLAN
+    operation: Operation | None = None
+    out: Tensor | None = None  # in one process: the result
+    received: Tensor | None = None  # edges: what arrives, a row each
+    result: Tensor | None = None  # slices: what comes back
+    snapshot: Tensor | None = None  # the rows as they were sent, if not straight out of the vector
+    codes: Tensor | None = None  # a mean in 8 bits: what comes back
+    moved: Tensor | None = None  # the same, in one process
+    held: list[Tensor] = field(default_factory=list)  # buffers
 
     @property
-    def hidden(self) -> float:
-        """The share of the transfer time during which the process computed. On a GPU it is not known: only the stream sees the end."""
-        if not self.transfer:
-            return math.nan if self.flights else 1.0
-        return 1 - self.exposed / self.transfer
+    def x(self) -> Tensor:
+        return self.vector.tensors[self.k]
+
+    @property
+    def coded(self) -> bool:
+        return self.snapshot is not None and self.snapshot.dtype != self.x.dtype
+
+    def decoded(self, code: Tensor) -> Tensor:
+        """Rows in the precision of x, from what travelled."""
+        if not self.coded:
+            return code
+        if self.wire.code.is_floating_point:
+            return code.to(self.x.dtype)
+        rows = torch.empty(len(code), self.x.shape[1], dtype=torch.float32, device=code.device)
+        for one, row in zip(code, rows, strict=True):
+            self.wire.decode(one, row)
+        return rows.to(self.x.dtype)
 
 
-class Flight:
-    """Rows on their way. ``wait()`` before what was sent is changed, and before what was received is read.
+class Transfer:
+    """``lost``: ranks whose rows did not come. ``whole``: all rows came, and all of them are finite."""
 
-    ``essential``: those without whom all of it is in vain (slices: all members).
-    """
+    def __init__(self, mixer: Mixer, vectors: Sequence[Vector], parts: Sequence[Sequence[Part]]) -> None:
+        self._mixer, self._vectors, self._parts = mixer, vectors, parts
+        self.lost: frozenset[int] = frozenset()
+        self._spoiled: set[int] = set()  # peers whose rows are not finite
+        self._identity = False  # nothing is mixed: a row without which the others are worth nothing is missing
+        self._waited = False
 
-    def __init__(self, exchange: Exchange, what: str, tag: Tag, essential: frozenset[int] = frozenset()) -> None:
-        self.exchange, self.what, self.tag, self.essential = exchange, what, tag, essential
-        self.link = exchange.link
-        self.waiter: Waiter | None = None
-        self.done = threading.Event()
-        self.error: BaseException | None = None
-        self.lost: set[int] = set()  # with a guard: whose rows did not come, or not whole
-        self.dirty = False  # given up: what was received may still be written to
-        self.peer = -1  # whom we are waiting for
-        self.work: Any = None  # and for what
-        self.began = time.perf_counter()
-        self.ended = 0.0
-        self.event: Any = None  # on a GPU: what the stream waits for
-        self.stages: deque[Stage] = deque()
-        self.works: deque[tuple[int, Any]] = deque()  # of the stage that is under way
-        self.skipped: Works = []  # of those who are lost: kept, because gloo may still write to their tensors
-        self.kept: list[Message] = []  # tensors that must live until all is done
-        self.submitted = False
-        self.counted = False
+    @property
+    def whole(self) -> bool:
+        self.wait()
+        return not (self.lost or self._spoiled or self._identity)
 
-    def run(self, lock: threading.Lock, mine: Callable[[], bool]) -> None:
-        """In the communication thread, as long as it is the one: see :meth:`Waiter.replace`. It only waits without the lock, and does
-        nothing more once another thread has taken its place."""
-        guard = self.exchange.guard
-        while True:
-            work: tuple[int, Any] | None = None
-            with lock:
-                if not mine() or self.done.is_set():
-                    return
-                if not self.works and (self.in_vain or not self.stages):
-                    self.land()
-                    return
-                if self.works:
-                    work = self.works.pop()  # the last one first: the others are there by then, one wake-up for all
-                    if work[0] in self.lost:
-                        self.skipped.append(work)
-                        continue
-                    self.peer, self.work = work
+    def ready(self) -> bool:
+        """Whether :meth:`into` would not have to wait."""
+        return all(part.operation is None or part.operation.done.is_set() for parts in self._parts for part in parts)
+
+    def wait(self) -> Transfer:
+        if self._waited:
+            return self
+        self._waited = True
+        flying = [(part, part.operation) for parts in self._parts for part in parts if part.operation is not None]
+        for _, operation in flying:
+            operation.wait()
+        self._mixer.see()
+        self.lost = frozenset().union(*(operation.lost for _, operation in flying))
+        self._identity = any(operation.in_vain for _, operation in flying)
+        for part, operation in flying:
+            if operation.dirty:
+                part.held = []  # what was given up may still be written to
+            if self._mixer.check_finite and part.codes is None and not self._identity and len(part.x) == 1:
+                self._look(part)
+        return self
+
+    def into(self, *targets: Vector) -> None:
+        """Each target becomes W v."""
+        self.wait()
+        for target, vector, parts in zip(targets, self._vectors, self._parts, strict=True):
+            for part in parts:
+                if target is vector and isinstance(target, Parameters) and not target.in_place:
+                    self._replace(target, part)
                 else:
-                    stage = self.stages.popleft()
-            try:
-                if work is None:
-                    posted = stage()
-                    with lock:
-                        self.works.extend(posted)
-                else:
-                    self.link.wait(work[1])
-            except Exception as error:
-                with lock:
-                    if not mine():
-                        return
-                    if work is None or guard is None or not isinstance(error, RuntimeError):
-                        self.peer, self.error = getattr(error, "peer", self.peer), error
-                        self.land()
-                        return
-                    self.lost.add(work[0])
-                guard.lose(self.link, work[0], first_line(error))
+                    self._write(part, target.tensors[part.k])
+        self._give_back()
+
+    def onto(self, *targets: Vector) -> None:
+        """To each target W v - v is added: for a result that comes late, when the target has changed since."""
+        self.wait()
+        for target, parts in zip(targets, self._parts, strict=True):
+            for part in parts:
+                room = torch.empty_like(part.x)
+                target.tensors[part.k].add_(self._write(part, room).sub_(part.x))
+        self._give_back()
 
     @property
-    def in_vain(self) -> bool:
-        """Whether one is lost without whom all of it is worth nothing. Others may be lost too: of another group of the same Round."""
-        return not self.lost.isdisjoint(self.essential)
+    def own(self) -> list[Vector]:
+        """Q(v): what the receivers see of my rows."""
+        return [Vector([self._sent(part) for part in parts], vector.numels) for vector, parts in self._pairs()]
 
     @property
-    def peers(self) -> frozenset[int]:
-        return frozenset(message.peer for message in self.kept)
+    def arrived(self) -> list[Vector]:
+        """W Q(v)."""
+        self.wait()
+        return [
+            Vector([self._mixed(part, torch.empty_like(part.x)) for part in parts], vector.numels)
+            for vector, parts in self._pairs()
+        ]
 
-    def land(self) -> None:
-        self.work = None
-        self.ended = time.perf_counter()
-        self.done.set()
+    def _pairs(self) -> list[tuple[Vector, Sequence[Part]]]:
+        return list(zip(self._vectors, self._parts, strict=True))
 
-    def wait(self) -> None:
-        began = time.perf_counter()
-        if not self.submitted:
-            self.exchange.submit(self)
-        if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
-        elif not self.done.is_set():
-            self._wait(began)
-        if self.error is not None:
-            raise self.failure(first_line(self.error)) from None
-        guard = self.exchange.guard
-        if guard is not None and guard.shut_out(self.link.timeout):
-            self.lost |= self.peers  # what came may be torn
-            if not self.link.closed:
-                self.link.close()  # what is still being sent would be torn as well, once parameters change: no peer shall take it
-        if not self.counted:
-            self.counted = True
-            traffic = self.exchange.traffic
-            traffic.exposed += time.perf_counter() - began
-            traffic.transfer += self.ended - self.began if self.ended else 0.0
-            traffic.flights += 1
+    def _sent(self, part: Part) -> Tensor:
+        if part.snapshot is None:
+            return part.x
+        return part.decoded(part.snapshot)
 
-    def _wait(self, began: float) -> None:
-        link, guard, said, warned = self.link, self.exchange.guard, False, False
-        look, now = began + _LOOK, began
-        while not self.done.wait(_GUARDED if guard is not None else max(0.0, look - now)):
-            if guard is not None:
-                self._give_up(guard)
-            now = time.perf_counter()
-            if now < look:
-                continue
-            look, waited = now + 1.0, now - began
-            if self.peer < 0 and self.waiter and (ahead := self.waiter.current) is not None:
-                self.peer = ahead.peer  # not begun: it waits for what was started before it, and so for that one's peer
-            link.say({"in": self.what, "number": self.tag.number, "for": self.peer})
-            said = True
-            other = link.heard(self.peer)
-            if other.get("for") == link.rank and other.get("in") != self.what:
-                raise self.failure(
-                    f"they wait for each other: rank {self._name} is {_where(other)}. "
-                    "Everything that all workers take part in (step, consensus, mean) must be called by all, in the same order"
-                )
-            doing = (
-                f"it is {_where(other)} and waits for rank {link.names[other['for']]}" if other else "nothing is known of it"
-            )
-            if waited >= link.timeout:
-                raise self.failure(f"nothing came within {link.timeout:g} s; {doing}")
-            if waited >= _WARN and not warned:
-                warned = True
-                warnings.warn(
-                    f"rank {link.names[link.rank]} has waited {waited:.0f} s for rank {self._name} {self._where()}; {doing}",
-                    stacklevel=3,
-                )
-        if said:
-            link.say({})
+    # --- The result -------------------------------------------------------------------------------------------------------
 
-    def _give_up(self, guard: Guard) -> None:
-        """Stop waiting for those who are lost."""
-        waiter = self.waiter
-        if waiter is None:
+    def _replace(self, target: Parameters, part: Part) -> None:
+        """The mixed rows become the current ones of a block, whose buffers take turns."""
+        block = target.blocks[part.k]
+        if self._nothing(part):
             return
-        flight = waiter.current or self  # perhaps one before us
-        given_up = waiting.while_waiting(
-            flight.essential, flight.peers, frozenset(flight.lost), flight.peer, guard.losses(flight.link)
-        )
-        if given_up is None:
-            return
-        lost, in_vain = given_up
-        if in_vain and flight.done.wait(_GRACE):
-            return
-        with waiter.lock:
-            stuck = waiter.current is flight
-            if flight.done.is_set() or not (in_vain or (stuck and flight.peer in lost)):
-                return  # it has woken up by itself meanwhile
-            flight.lost |= lost
-            flight.dirty = True
-            if in_vain:
-                flight.land()
-            self.exchange.limbo.append(flight)
-            if stuck:
-                waiter.replace()
+        self._write(part, block.spare)
+        block.swap()
+        self._agree(part, block.x)
 
-    def failure(self, reason: str) -> GossamerError:
-        self.exchange.failed = True
-        reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", reason)  # gloo's source line and its advice
-        return GossamerError(f"rank {self.link.names[self.link.rank]} lost rank {self._name} {self._where()}: {reason}")
+    def _nothing(self, part: Part) -> bool:
+        """Whether W v is v: the Round is the identity for my rows, or rows without which there is no result are missing."""
+        alone = part.plan.verb == "none" and part.out is None and part.result is None and part.moved is None
+        return alone or self._identity
 
-    @property
-    def _name(self) -> int:
-        return self.link.names[self.peer] if self.peer >= 0 else -1
+    def _write(self, part: Part, out: Tensor) -> Tensor:
+        """``out`` <- W v (with what the wire rounds kept); it may be what was sent."""
+        x = part.x
+        if self._nothing(part):
+            return out if out.data_ptr() == x.data_ptr() else out.copy_(x)
+        if part.codes is not None or part.moved is not None:
+            mean = self._mixer.arrive(part)
+            if mean is not None:
+                return self._write_mean(part, mean.expand_as(x), out)
+            return out if out.data_ptr() == x.data_ptr() else out.copy_(x)
+        if part.result is not None:
+            self._write_mean(part, part.result.expand_as(x), out)
+            if len(x) == 1:
+                self._agree(part, part.result)
+            return out
+        if part.out is not None:
+            if part.coded:
+                part.out.add_(x).sub_(self._sent(part))
+            return out if out is part.out else out.copy_(part.out)
+        if part.snapshot is not None and len(x) == 1:
+            target = out if out.data_ptr() == x.data_ptr() else out.copy_(x)
+            received = [(weight, self._row(part, row)) for weight, row in self._terms(part)[1]]
+            mixing.correct(target[0], self._row(part, part.snapshot[0]), received)
+            return out
+        if len(x) == 1:
+            mixing.blend(x[0], *self._terms(part), out=out[0])
+            return out
+        room = torch.empty_like(x) if out.data_ptr() == x.data_ptr() else out
+        self._mixed(part, room)
+        if part.coded:
+            room.add_(x).sub_(self._sent(part))
+        return room if room is out else out.copy_(room)
 
-    def _where(self) -> str:
-        return _where({"in": self.what, "number": self.tag.number})
+    @staticmethod
+    def _write_mean(part: Part, mean: Tensor, out: Tensor) -> Tensor:
+        """A mean of what was sent; what has changed since then is kept."""
+        if part.snapshot is not None and out.data_ptr() == part.x.data_ptr():
+            for x, sent, row in zip(out, part.snapshot, mean, strict=True):
+                mixing.correct(x, sent, [(1.0, row)])
+            return out
+        return out.copy_(mean)
+
+    def _mixed(self, part: Part, out: Tensor) -> Tensor:
+        """``out`` <- W Q(v), which is not what was sent."""
+        if self._nothing(part):
+            return out.copy_(self._sent(part))
+        if part.result is not None:
+            return out.copy_(part.result.expand_as(out))
+        if part.out is not None:
+            return out.copy_(part.out)
+        assert part.received is not None
+        received, sent = part.decoded(part.received), self._sent(part)
+        if len(out) == 1:
+            own, terms = self._terms(part)
+            mixing.blend(sent[0], own, [(weight, self._row(part, row).to(out.dtype)) for weight, row in terms], out=out[0])
+        elif part.coded:
+            mixing.product([(part.plan.local, sent), (part.plan.remote, received)], out)
+        else:
+            names = [row for parcel in part.plan.receives for row in parcel.rows] if part.plan.raw else None
+            weights = part.plan.local, part.plan.remote
+            mixing.mix_some(part.round, self._mixer.rows.start, sent, received, names, *weights, out)
+        return out
+
+    @staticmethod
+    def _row(part: Part, row: Tensor) -> Tensor:
+        """A row as it can be added up: what is rounded to bfloat16 is widened piece by piece, where it is used."""
+        return row if not part.coded or part.wire.code.is_floating_point else part.decoded(row.unsqueeze(0))[0]
+
+    def _terms(self, part: Part) -> tuple[float, list[tuple[float, Tensor]]]:
+        """My own weight, and the others' with what came from them. For one row per process."""
+        mixer = self._mixer
+        weights = part.round.neighbors(mixer.rows.start)
+        own = weights.get(mixer.rows.start, 0.0)
+        if part.received is None:
+            return own, []
+        parcels = list(zip(part.plan.receives, part.received, strict=True))
+        if (self.lost or self._spoiled) and mixer.exchange is not None:
+            # A row that did not come whole, or is not finite, is not used at all; its weight goes to my own. (Where columns sum to 1, not
+            # rows, nothing is made up for: all vectors of the transfer lose the same part.)
+            living, kept = mixer.exchange.living, abs(sum(weights.values()) - 1) < 1e-9
+            came = [p for p in parcels if living[p[0].peer] not in self.lost and p[0].peer not in self._spoiled]
+            missing = sum(weights[parcel.rows[0]] for parcel, _ in parcels) - sum(weights[parcel.rows[0]] for parcel, _ in came)
+            own, parcels = own + missing * kept, came
+        return own, [(weights[parcel.rows[0]], row) for parcel, row in parcels]
+
+    # --- Besides ----------------------------------------------------------------------------------------------------------
+
+    def _agree(self, part: Part, mean: Tensor) -> None:
+        if part.codes is None and part.moved is None:
+            self._mixer.agree(part, mean[0])
+
+    def _look(self, part: Part) -> None:
+        """Is there something to be mixed? Not if my own row is not finite, or the mixed one."""
+        sound = True
+        sent = (part.x if part.snapshot is None else part.snapshot)[0]
+        if part.result is not None:  # their owners have looked at the columns, and marked those that are not finite
+            width, members = part.result.shape[1], len(part.plan.members)
+            firsts = [columns(width, members, k).start for k in range(members)]
+            sound = finite.finite(part.result[0, [first for first in firsts if first < width]])
+        if part.received is not None:
+            bad = [not _finite(row) for row in part.received]
+            self._spoiled |= {parcel.peer for parcel, spoiled in zip(part.plan.receives, bad, strict=True) if spoiled}
+            shown = finite.share(sent, self._mixer.turn(part)) if sent.dtype.is_floating_point else sent
+            sound = _finite(shown)
+        if not sound:
+            self._identity = True
+            self._mixer.look_for_fault(part, part.decoded(sent.unsqueeze(0))[0])
+
+    def _give_back(self) -> None:
+        for parts in self._parts:
+            for part in parts:
+                self._mixer.give_back(part.held)
+                part.held = []
 
 
-def first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
-
-
-def _where(status: dict[str, Any]) -> str:
-    return f"at step {status['number']}" if status["in"] == "step" else f"in {status['in']} (collective {status['number']})"
-
-
-class Waiter:
-    """A thread that waits for flights, in the order in which they were started, and posts their later stages.
-
-    ``lock``: which thread is the one, which flight it has, and what is left of that flight.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.lock = threading.Lock()
-        self.current: Flight | None = None
-        self._flights: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._replaced: list[threading.Thread] = []
-
-    def take(self, flight: Flight) -> None:
-        self._flights.put(flight)
-        if self._thread is None:
-            self._begin(None)
-
-    def _begin(self, first: Flight | None) -> None:
-        # A daemon: a process must be able to end while it still waits for one that hangs.
-        self._thread = threading.Thread(target=self._wait, args=(first,), name=f"gossamer-{self.name}", daemon=True)
-        self._thread.start()
-
-    def replace(self) -> None:
-        """With the lock held, and only while the thread has a flight: it waits for one that is lost and does not wake up. Leave it
-        to it, and go on with another. (A thread that waits for its next flight would take that, and do nothing with it.)"""
-        assert self.current is not None
-        if self._thread is not None:
-            self._replaced.append(self._thread)
-        self._begin(self.current)
-
-    def _wait(self, flight: Flight | None) -> None:
-        me = threading.current_thread()
-
-        def mine() -> bool:
-            return self._thread is me
-
-        while True:
-            if flight is None:
-                flight = self._flights.get()
-                if flight is None:
-                    return
-                with self.lock:
-                    self.current = flight
-            flight.run(self.lock, mine)
-            with self.lock:
-                if not mine():
-                    return
-                self.current = None
-            flight = None  # and with it the tensors that it kept
-
-    def end(self) -> None:
-        if self._thread is None:
-            return
-        self._flights.put(None)
-        deadline = time.monotonic() + 5
-        while self._thread.is_alive() and time.monotonic() < deadline:
-            current = self.current
-            work = current.work if current else None
-            if work is not None:
-                with contextlib.suppress(RuntimeError):
-                    work.wait(timedelta(milliseconds=1))  # expires, which closes all pairs and so wakes the thread
-            self._thread.join(0.01)
-        for thread in self._replaced:  # their links have been closed
-            thread.join(max(0.5, deadline - time.monotonic()))
-        self._thread = None
+def _finite(row: Tensor) -> bool:
+    """In 8 bits numbers share exponents, which say it."""
+    return finite.finite(row) if row.dtype.is_floating_point else codec.finite(row)

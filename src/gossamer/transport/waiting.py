@@ -1,4 +1,4 @@
-"""Waiting for rows when peers are lost: what a worker gives up, and when. Pure; ``flights.py`` has the threads."""
+"""Waiting for rows when peers are lost: what a worker gives up, and when. Pure; ``operation.py`` has the threads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NONE = Losses()
 
 
 class GivenUp(NamedTuple):
-    """``lost``: peers whose rows are not waited for any more. ``in_vain``: all of the flight ends at once."""
+    """``lost``: peers whose rows are not waited for any more. ``in_vain``: all of the operation ends at once."""
 
     lost: frozenset[int]
     in_vain: bool
@@ -43,7 +43,7 @@ def at_start(essential: frozenset[int], peers: frozenset[int], losses: Losses) -
 def while_waiting(
     essential: frozenset[int], peers: frozenset[int], lost: frozenset[int], peer: int, losses: Losses
 ) -> GivenUp | None:
-    """``peer``: whose row the flight waits for now; ``lost``: what it knows to be lost. None: wait on."""
+    """``peer``: whose row the operation waits for now; ``lost``: what it knows to be lost. None: wait on."""
     if losses.evicted:
         return GivenUp(peers, True)
     hopeless = losses.hopeless(essential)

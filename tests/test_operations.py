@@ -1,4 +1,4 @@
-"""Flights whose peers are lost at any moment, also just when they are given up: with a network made of events, hundreds of times."""
+"""Operations whose peers are lost at any moment, also just when they are given up: with a network made of events, hundreds of times."""
 
 import random
 import threading
@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from gossamer.transport import transfer as flights
+from gossamer.transport import operation as operations
 from gossamer.transport.link import Tag
-from gossamer.transport.transfer import Flight, Traffic, Waiter
+from gossamer.transport.operation import Operation, Traffic, Waiter
 from gossamer.transport.waiting import Losses
 
 
@@ -53,23 +53,23 @@ class Network:
     def heard(self, _):
         return {}
 
-    def submit(self, flight):
-        flight.submitted, flight.waiter = True, self.waiter
-        self.waiter.take(flight)
+    def submit(self, operation):
+        operation.submitted, operation.waiter = True, self.waiter
+        self.waiter.take(operation)
 
 
 @pytest.mark.parametrize("all_needed", [False, True], ids=["edges", "slices"])
 def test_a_peer_that_is_lost_at_any_moment_takes_nothing_else_with_it(all_needed, monkeypatch):
-    monkeypatch.setattr(flights, "_GUARDED", 0.0002)
-    monkeypatch.setattr(flights, "_GRACE", 0.0005)
+    monkeypatch.setattr(operations, "_GUARDED", 0.0002)
+    monkeypatch.setattr(operations, "_GRACE", 0.0005)
     rng, network = random.Random(1), Network()
     for number in range(600):
         rows = {1: Row(), 2: Row()}
-        flight = Flight(network, "step", Tag(0, False, number), frozenset({1, 2}) if all_needed else frozenset())
+        operation = Operation(network, "step", Tag(0, False, number), frozenset({1, 2}) if all_needed else frozenset())
         order = rng.sample(sorted(rows), 2)
-        flight.stages.append(lambda rows=rows, order=order: [(peer, rows[peer]) for peer in order])
+        operation.stages.append(lambda rows=rows, order=order: [(peer, rows[peer]) for peer in order])
         network.lost = frozenset()
-        network.submit(flight)
+        network.submit(operation)
         dies = rng.random() < 0.7
         pauses = [rng.uniform(0, 0.001) for _ in range(3)]
 
@@ -83,12 +83,12 @@ def test_a_peer_that_is_lost_at_any_moment_takes_nothing_else_with_it(all_needed
 
         world = threading.Thread(target=happen)
         world.start()
-        flight.wait()
-        if 1 not in flight.lost and not flight.in_vain:
-            assert rows[1].there.is_set(), f"flight {number} has landed without the row of 1"
-        assert 1 not in flight.lost
-        assert dies or not flight.lost
-        assert dies == (2 in flight.lost)
+        operation.wait()
+        if 1 not in operation.lost and not operation.in_vain:
+            assert rows[1].there.is_set(), f"operation {number} has landed without the row of 1"
+        assert 1 not in operation.lost
+        assert dies or not operation.lost
+        assert dies == (2 in operation.lost)
         world.join()
     network.waiter.end()
     assert not any(thread.is_alive() for thread in network.waiter._replaced)

@@ -1,0 +1,33 @@
+"""Momentum that all replicas share, around any method that averages parameters: see ``optim/momentum.py``. ada-auto asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gossamer.methods.base import Method
+from gossamer.methods.gossip import AdaptThenCombine
+from gossamer.methods.step import Step
+from gossamer.rows.vector import Vector
+
+
+@dataclass(frozen=True)
+class SharedMomentum(Method):
+    name = "shared-momentum"
+    around: Method = field(default_factory=AdaptThenCombine)
+
+    def state(self, like: Vector) -> dict[str, Vector]:
+        return self.around.state(like)
+
+    def before_forward(self, s: Step) -> None:
+        self.around.before_forward(s)
+
+    def after_backward(self, s: Step) -> None:
+        self.around.after_backward(s)
+
+    def before_update(self, s: Step) -> None:
+        self.around.before_update(s)
+        s.share_momentum()
+
+    def after_update(self, s: Step) -> None:
+        self.around.after_update(s)
+        s.share_momentum()

@@ -1,0 +1,52 @@
+"""A Step is what a method sees at its moments. The Trainer, or a person's own loop, drives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gossamer.graphs.rounds import Mean, Round
+from gossamer.rows.vector import Parameters, Vector
+from gossamer.rows.wires import Wire
+from gossamer.transport.mixer import Mixer
+from gossamer.transport.transfer import Transfer
+
+
+class Step:
+    """One for a whole run; the driver sets what changes.
+
+    - ``t``: the step's number. ``round``: which rows are averaged in it. ``lr``: the learning rate.
+    - ``x``, ``grad``, ``state``: rows of parameters, of gradients, and of the method's own.
+    - ``pending``: transfers that a method has started and not used yet, by name.
+    - ``bytes``: received by each replica so far.
+    """
+
+    def __init__(
+        self, mixer: Mixer, x: Parameters, grad: Vector, look: Callable[[], object], share: Callable[[int], bool]
+    ) -> None:
+        self.mixer, self.x, self.grad = mixer, x, grad
+        self.state: dict[str, Vector] = {}
+        self.pending: dict[str, Transfer] = {}
+        self.t, self.lr, self.bytes = 0, 0.0, 0
+        self.round: Round = Mean(mixer.n)
+        self._look, self._share = look, share
+        self._shared = -1  # the last step in which momentum was shared
+
+    def mix(self, *vectors: Vector, wire: Wire | None = None) -> Transfer:
+        """Start to average each vector with those of the neighbours: W v. ``wire``: how rows travel, if not as the driver was told."""
+        self.bytes += self.mixer.cost(self.round, *vectors, wire=wire)
+        return self.mixer.start(self.round, self.t, *vectors, wire=wire)
+
+    def mean(self, *vectors: Vector) -> Transfer:
+        """Start to average each vector over all replicas; the result is the same for all, to the bit."""
+        everyone = Mean(self.mixer.n)
+        self.bytes += self.mixer.cost(everyone, *vectors)
+        return self.mixer.start(everyone, self.t, *vectors, alike=True)
+
+    def look(self) -> None:
+        """The profile, just before averaging."""
+        self._look()
+
+    def share_momentum(self) -> None:
+        """After a mean of all parameters: the optimizer's momentum becomes what that mean has done since the last one, once in a step."""
+        if self._shared != self.t and self._share(self.t):
+            self._shared = self.t
