@@ -291,13 +291,13 @@ class _Switch:
     """Between two steps: what a model does that was not started by ``gossamer launch``, or what it does under it."""
 
     def __init__(self, model: gossamer.DecentralizedDataParallel) -> None:
-        assert model._survival is not None
+        assert model._driver.survival is not None
         assert model._exchange is not None
-        self.model, self.survival, self.exchange = model, model._survival, model._exchange
+        self.model, self.survival, self.exchange = model, model._driver.survival, model._exchange
         self.guard = self.exchange.guard
 
     def turn(self, on: bool) -> None:
-        self.model._survival = self.survival if on else None
+        self.model._driver.survival = self.survival if on else None
         self.exchange.guard = self.guard if on else None
 
 

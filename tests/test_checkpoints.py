@@ -213,6 +213,7 @@ def sent_bytes(tmp_path):
             _signature={"graph": "ring", **model._flat.signature()},
             _capture=lambda: model._capture({}),
             _look=lambda: None,
+            _layout=model._layout,
             _restore=lambda parts: model._restore(parts, "the state of the others", {}),
         )
 
@@ -220,7 +221,7 @@ def sent_bytes(tmp_path):
 
     def load(data):
         Survival._unpack(end(newcomer[0]), data)
-        newcomer[0].steps = 3  # comes with the change of members
+        newcomer[0]._driver.steps = 3  # comes with the change of members
         return True
 
     return data, load, lambda: known(*newcomer), known(*donor)

@@ -18,6 +18,7 @@ from gossamer.checkpoints import shards, snapshot
 from gossamer.checkpoints import trainer as trainer_state
 from gossamer.checkpoints.snapshot import Snapshot
 from gossamer.checkpoints.trainer import EpochRecord as EpochRecord
+from gossamer.checkpoints.worker import layout as worker_layout
 from gossamer.data import seeds
 from gossamer.data.sampling import sampler
 from gossamer.data.sources import Draw, source
@@ -34,7 +35,7 @@ from gossamer.rows.batch_norm import BatchNorm
 from gossamer.rows.profile import Profile
 from gossamer.rows.replicas import Replicas
 from gossamer.rows.vector import Gradients, Parameters
-from gossamer.schedules import Resized, Schedule, schedule
+from gossamer.schedules import Fixed, Resized, Schedule, schedule
 from gossamer.transport.exchange import Exchange
 from gossamer.transport.mixer import Mixer
 from gossamer.transport.probe import Probe
@@ -129,7 +130,10 @@ class Trainer:
         self.optimizer = BlockOptimizer(settings.optimizer, self.replicas, self.schedule.shares_momentum)
         x, grad = Parameters(self.replicas.blocks, in_place=False), Gradients(self.replicas.blocks)
         self.now = Step(self.mixer, x, grad, self._look, self._share_momentum)
-        self.now.state = self.method.state(x)
+        self.method.begin(self.now)
+        self._graph: str | None = None  # of the last step
+        if isinstance(self.schedule, Fixed):  # others are asked before the first step
+            self._check_method(self.schedule.fixed)
         self.learning_rate = settings.learning_rate or LearningRate(settings.optimizer.lr)
         self.train = source(task.train).to(self.device)
         self.batches = sampler(settings.partition, self.train, n, settings.batch, settings.seed)
@@ -187,6 +191,7 @@ class Trainer:
         graph = self.schedule.graph(t, epoch, self.settings.epochs, self.signals)
         now, rule = self.now, self.method
         now.t, now.round, now.lr = t, graph.round(t), self.learning_rate.at(t, self.steps, len(self.members))
+        self._notice(graph)
         self.optimizer.set_lr(now.lr)
         rule.before_forward(now)
         losses = self.replicas.gradients(self.task.loss, self._batch(t), t)
@@ -205,6 +210,18 @@ class Trainer:
         self.step += 1
         if self.on_step is not None:
             self.on_step(self.step, float(loss))
+
+    def _notice(self, graph: Graph) -> None:
+        """Whether other replicas take part than in the step before, or with another graph."""
+        before, self._graph = self._graph, f"{graph.name} over {graph.n}"
+        if before != self._graph:
+            self._check_method(graph)
+        if before not in (None, self._graph):
+            self.method.members_changed(self.now)
+
+    def _check_method(self, graph: Graph) -> None:
+        if refused := self.method.check(graph, self.optimizer.optimizers):
+            raise GossamerError(f"step {self.step}: {refused}" if self.step else refused)
 
     def _batch(self, t: int) -> Batch:
         """What my rows see. The samples of those who are away are seen by nobody."""
@@ -364,14 +381,15 @@ class Trainer:
         """Go on exactly where :meth:`save` was called. The settings must be the same. ``trusted`` may look at the progress and
         say no; returns whether it was loaded."""
         path, setup = Path(path), self._fingerprint()
+        layout = worker_layout(self.now.part, trainer_state.LAYOUT)
         check = functools.partial(trainer_state.check, self)
         if self.exchange is None:
-            found = snapshot.load(path, trainer_state.LAYOUT, self.device)
-            snapshot.refuse_other(found, setup, trainer_state.LAYOUT, str(path))
+            found = snapshot.load(path, layout, self.device)
+            snapshot.refuse_other(found, setup, layout, str(path))
             check(found, str(path))
             good = trusted(found.parts["progress"])
         else:
-            several = shards.load(path, setup, self.exchange, trainer_state.LAYOUT, self.device, check)
+            several = shards.load(path, setup, self.exchange, layout, self.device, check)
             good = several is not None and trusted(several.parts["progress"])
             good = bool(self.exchange.share(good)) and several is not None  # the first one decides
             found = several or Snapshot(0, {}, {})

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gossamer.checkpoints.checkpoint import Unreadable
 from gossamer.checkpoints.snapshot import Layout, Snapshot, unflatten
-from gossamer.checkpoints.worker import check_means, check_optimizer
+from gossamer.checkpoints.worker import check_means, check_optimizer, check_vectors
 from gossamer.errors import GossamerError
 from gossamer.rows.backends import Backend
 
@@ -49,7 +49,9 @@ def capture(trainer: Any) -> dict[str, Any]:
             "history": [asdict(record) for record in trainer.history],
             "backend": str(replicas.backend) if replicas.backend else None,
             "threads": torch.get_num_threads(),
+            "graph": trainer._graph,
         },
+        **({part: trainer.now.state_dict()} if (part := trainer.now.part) else {}),
     }
 
 
@@ -78,6 +80,8 @@ def _check(trainer: Any, found: Snapshot, where: str) -> None:
         for saved, optimizer in zip(parts["optimizers"], optimizers, strict=True):
             check_optimizer(saved, f"{where}: the optimizer", optimizer)
     check_means(parts["means"], where)
+    if trainer.now.part:
+        check_vectors(parts[trainer.now.part], where, trainer.now, rows)
     copy.deepcopy(trainer.schedule).load_state_dict(parts["schedule"])
     numbers = [
         progress["bytes"],
@@ -122,6 +126,8 @@ def restore(trainer: Any, found: Snapshot, where: str) -> None:
     except (KeyError, TypeError, ValueError) as error:
         raise Unreadable(f"{where} does not fit: the optimizer refuses its state: {error}") from None
     trainer.mixer.load_state_dict(replicas.blocks, parts["means"])
+    trainer.now.load_state_dict(parts.get(trainer.now.part, {}))
+    trainer._graph = progress.get("graph")
     trainer.schedule.load_state_dict(parts["schedule"])
     trainer.step, trainer.now.bytes, trainer.seconds = found.step, progress["bytes"], progress["seconds"]
     trainer.signals, trainer.history = dict(parts["signals"]), _history(found)

@@ -7,7 +7,8 @@ import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +25,28 @@ _LIKE_PARAMETER = {
 }
 
 
+class Holder(Protocol):
+    """Of a method's own state."""
+
+    @property
+    def part(self) -> str | None:
+        """The name of its part; None if there is no state."""
+
+    def state_dict(self) -> dict[str, list[Tensor]]: ...
+
+    def load_state_dict(self, state: Mapping[str, Sequence[Tensor]]) -> None: ...
+
+
 def capture(
     module: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     schedule: Schedule,
     signals: dict[str, float],
     also: Mapping[str, Any],
+    method: Holder,
 ) -> dict[str, Any]:
-    return {
+    own = {method.part: method.state_dict()} if method.part else {}
+    return own | {
         "model": dict(module.state_dict()),
         "optimizers": [
             {"class": type(optimizer).__name__, "parameters": _names(module, optimizer), "state": optimizer.state_dict()}
@@ -57,6 +72,7 @@ def check(
     module: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     also: Mapping[str, Any],
+    method: Holder,
 ) -> None:
     """Refuses, in one line, a state that is damaged, or of another model, of other optimizers or other things in ``also``."""
     _check_structure(state, where)
@@ -71,6 +87,8 @@ def check(
             f"{len(optimizers)}; call model.gossip(optimizer) before model.load()"
         )
     _check_tensors(state["model"], where, module.state_dict())
+    if method.part:
+        check_vectors(state[method.part], where, method)
     for k, (optimizer, saved) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
         what = "the optimizer" if len(optimizers) == 1 else f"optimizer {k}"
         _check_class(where, what, saved["class"], optimizer)
@@ -85,13 +103,15 @@ def restore(
     optimizers: Sequence[torch.optim.Optimizer],
     schedule: Schedule,
     also: Mapping[str, Any],
+    method: Holder,
 ) -> dict[str, float]:
     """Takes over all of it or nothing. Returns the signals."""
-    check(state, where, module, optimizers, also)
+    check(state, where, module, optimizers, also, method)
     things: list[tuple[str, Any, Any]] = [("the model", module, state["model"])]
     things += [("an optimizer", thing, saved["state"]) for thing, saved in zip(optimizers, state["optimizers"], strict=True)]
     things += [(f"also[{name!r}]", thing, state["also"][name]["state"]) for name, thing in also.items()]
     things += [("the schedule", schedule, state["schedule"])]
+    things += [("the method", method, state[method.part])] if method.part else []
     undo: list[Callable[[], object]] = []
     for what, thing, saved in things:
         before = _copied(thing.state_dict())
@@ -137,6 +157,11 @@ def _upgrade(tensors: dict[str, Tensor], header: dict[str, Any]) -> Snapshot:
 LAYOUT = Layout(("model", "optimizers", "schedule", "signals", "also", "means"), _upgrade, instead=INSTEAD)
 
 
+def layout(part: str | None, base: Layout = LAYOUT) -> Layout:
+    """With the own state of a method, if it has any."""
+    return replace(base, parts=(*base.parts, part)) if part else base
+
+
 # --- What does not fit --------------------------------------------------------------------------------------------------------
 
 
@@ -153,6 +178,21 @@ def _check_structure(state: dict[str, Any], where: str) -> None:
     if not all(isinstance(saved.get("parameters", ""), (list, type(None))) for saved in state["optimizers"]):
         raise Unreadable(f"{where} is damaged: an optimizer's parameters are no list")
     check_means(state["means"], where)
+
+
+def check_vectors(saved: Any, where: str, method: Holder, rows: int = 1) -> None:
+    """A method's own state: of each vector a tensor per dtype, with so many rows."""
+    if not isinstance(saved, dict) or not all(isinstance(tensors, list) for tensors in saved.values()):
+        raise Unreadable(f"{where} is damaged: its part {method.part!r} makes no sense")
+    there, here = (
+        {
+            name: [_shown(tensor[:0]) if isinstance(tensor, Tensor) else "?" for tensor in tensors]
+            for name, tensors in state.items()
+        }
+        for state in (saved, method.state_dict())
+    )
+    if there != here or any(len(tensor) != rows for tensors in saved.values() for tensor in tensors):
+        raise Unreadable(f"{where} is damaged or of another model: {method.part!r} is {there} there and {here} here")
 
 
 def check_means(means: Any, where: str) -> None:

@@ -4,6 +4,7 @@ A Round is one averaging step, one matrix W. A Graph is a cycle of Rounds. The n
 ``from_networkx`` take a person's own.
 """
 
+from gossamer.graphs.directed import directed_exponential, directed_random, directed_ring
 from gossamer.graphs.family import (
     OVER_HOSTS,
     alternating_exponential_ring,
@@ -47,6 +48,9 @@ __all__ = [
     "base",
     "complete",
     "describe",
+    "directed_exponential",
+    "directed_random",
+    "directed_ring",
     "equi_dynamic",
     "erdos_renyi",
     "exponential",

@@ -1,6 +1,6 @@
 """The named families of graphs: functions of n (``lattice(96, k=10)``), and names for :func:`parse` (``parse("lattice:k=10", 96)``).
 
-Every shipped family is doubly stochastic: averaging keeps the mean of the replicas.
+Each is doubly stochastic: averaging keeps the mean of the replicas. (``directed.py`` has others.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gossamer.graphs.rounds import Groups, Hosts, Mean, Permutation, Round, Wind
 _FAMILIES: dict[str, Callable[..., Graph]] = {}
 
 
-def _family(make: Callable[..., Sequence[Round]]) -> Callable[..., Graph]:
+def family(make: Callable[..., Sequence[Round]]) -> Callable[..., Graph]:
     """Turns a function that returns Rounds into a named family: checks n, knows n=1, and registers the name."""
     name = make.__name__.replace("_", "-")
     options = list(inspect.signature(make).parameters.values())[1:]
@@ -65,13 +65,13 @@ def _takes(options: list[inspect.Parameter]) -> str:
     return "it takes " + ", ".join(p.name if p.default is p.empty else f"{p.name} (default {p.default})" for p in options)
 
 
-@_family
+@family
 def complete(n: int) -> Sequence[Round]:
     """Everyone with everyone: the exact mean each step."""
     return [Mean(n)]
 
 
-@_family
+@family
 def lattice(n: int, k: int) -> Sequence[Round]:
     """Ring lattice with coordination number k: k//2 neighbours on each side. k = n-1 is the complete graph."""
     if k == n - 1 or (k == n == 2):  # two replicas: ring and complete coincide
@@ -81,13 +81,13 @@ def lattice(n: int, k: int) -> Sequence[Round]:
     return [Window(n, k // 2)]
 
 
-@_family
+@family
 def ring(n: int) -> Sequence[Round]:
     """One neighbour on each side."""
     return [Mean(n)] if n <= 3 else [Window(n, 1)]
 
 
-@_family
+@family
 def torus(n: int) -> Sequence[Round]:
     """Four neighbours on the most square grid a × b = n that wraps around."""
     a = next(d for d in range(math.isqrt(n), 0, -1) if n % d == 0)
@@ -106,19 +106,19 @@ def torus(n: int) -> Sequence[Round]:
     return [weights.uniform(hears)]
 
 
-@_family
+@family
 def exponential(n: int) -> Sequence[Round]:
     """Directed and static: i hears i-1, i-2, i-4, … (⌊log2(n-1)⌋+1 neighbours)."""
     return [weights.uniform([{(i - 2**e) % n for e in range((n - 1).bit_length())} for i in range(n)])]
 
 
-@_family
+@family
 def star(n: int) -> Sequence[Round]:
     """Everyone with replica 0, Metropolis weights."""
     return [weights.metropolis(nx.star_graph(n - 1))]
 
 
-@_family
+@family
 def hypercube(n: int) -> Sequence[Round]:
     """Pairs i ↔ i XOR 2^t; the exact mean after log2 n steps. n is a power of two."""
     if n & (n - 1):
@@ -129,7 +129,7 @@ def hypercube(n: int) -> Sequence[Round]:
     return [Permutation(n, tuple(i ^ (1 << e) for i in range(n))) for e in range(n.bit_length() - 1)]
 
 
-@_family
+@family
 def one_peer_exponential(n: int) -> Sequence[Round]:
     """Directed: send to i+2^t, receive from i-2^t, half and half. Exact after log2 n steps if n is a power of two."""
     return _one_peer_exponential(n)
@@ -139,7 +139,7 @@ def _one_peer_exponential(n: int) -> list[Permutation]:
     return [Permutation(n, tuple((i - 2**e) % n for i in range(n))) for e in range((n - 1).bit_length())]
 
 
-@_family
+@family
 def periodic(n: int, every: int = 8, gap: int = 0, bits: int = 32) -> Sequence[Round]:
     """The mean of all in every ``every``-th step. Between: nothing (local steps), or one peer in every ``gap``-th step. ``bits``: 8 for
     means of how far each has moved, rounded, which take a quarter of the bytes."""
@@ -158,14 +158,14 @@ def periodic(n: int, every: int = 8, gap: int = 0, bits: int = 32) -> Sequence[R
     return rounds
 
 
-@_family
+@family
 def one_peer_ring(n: int) -> Sequence[Round]:
     """A ring, one neighbour at a time: (0,1)(2,3)… then (1,2)(3,4)…; odd n takes a third round and lets one rest in each."""
     starts = (0,) if n == 2 else (0, 1) if n % 2 == 0 else (0, 1, n - 1)
     return [weights.pairs(n, (((s + 2 * j) % n, (s + 2 * j + 1) % n) for j in range(n // 2))) for s in starts]
 
 
-@_family
+@family
 def random_matching(n: int, seed: int = 0, rounds: int = 64) -> Sequence[Round]:
     """New random pairs each step (odd n: one rests), repeating after ``rounds``."""
     _check_rounds("random-matching", rounds)
@@ -174,7 +174,7 @@ def random_matching(n: int, seed: int = 0, rounds: int = 64) -> Sequence[Round]:
     return weights.connected("random-matching", [weights.pairs(n, zip(o[0 : n - 1 : 2], o[1::2], strict=True)) for o in orders])
 
 
-@_family
+@family
 def random_regular(n: int, d: int = 4, seed: int = 0) -> Sequence[Round]:
     """A random graph in which everyone has d neighbours."""
     if not 1 <= d <= n - 1 or (n * d) % 2 or (d == 1 and n > 2):
@@ -182,7 +182,7 @@ def random_regular(n: int, d: int = 4, seed: int = 0) -> Sequence[Round]:
     return [weights.drawn("random-regular", lambda s: nx.random_regular_graph(d, n, seed=s), seed, "try a larger d")]
 
 
-@_family
+@family
 def erdos_renyi(n: int, p: float = 0.1, seed: int = 0) -> Sequence[Round]:
     """Each pair is joined with probability p; Metropolis weights. Drawn again (up to 100 times) until it is connected."""
     if not 0 < p <= 1:
@@ -191,7 +191,7 @@ def erdos_renyi(n: int, p: float = 0.1, seed: int = 0) -> Sequence[Round]:
     return [weights.drawn("erdos-renyi", lambda s: nx.gnp_random_graph(n, p, seed=s), seed, advice)]
 
 
-@_family
+@family
 def base(n: int, k: int = 1) -> Sequence[Round]:
     """Base-(k+1): at most k neighbours at a time and the exact mean after finitely many steps for any n."""
     if not 1 <= k <= n - 1:
@@ -199,7 +199,7 @@ def base(n: int, k: int = 1) -> Sequence[Round]:
     return base_rounds(n, k)
 
 
-@_family
+@family
 def alternating_exponential_ring(n: int, per_node: int = 4) -> Sequence[Round]:
     """Hosts of ``per_node`` replicas. In turn, half of the host pairs j ↔ j XOR 2^i average over both hosts while the others
     average inside each host; then they swap. Exact after 2·log2(hosts) steps."""
@@ -223,7 +223,7 @@ def alternating_exponential_ring(n: int, per_node: int = 4) -> Sequence[Round]:
     return rounds
 
 
-@_family
+@family
 def hierarchical(n: int, per_node: int = 4) -> Sequence[Round]:
     """Hosts of ``per_node`` replicas: the mean inside each host, and one-peer exponential between hosts. Only one row per host
     crosses the network."""
@@ -236,7 +236,7 @@ def hierarchical(n: int, per_node: int = 4) -> Sequence[Round]:
     return between if per_node == 1 else [Hosts(n, per_node, inner) for inner in between]
 
 
-@_family
+@family
 def equi_dynamic(n: int, seed: int = 0, rounds: int = 64, eta: float = 0.5) -> Sequence[Round]:
     """OD-EquiDyn: each step one random offset a; i keeps 1 - eta(n-1)/n of itself and takes the rest from i-a."""
     _check_rounds("equi-dynamic", rounds)

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from gossamer.errors import GossamerError
-from gossamer.graphs.rounds import General, Round
+from gossamer.graphs.rounds import General, Round, general
 
 _EXACT = 1e-12  # a product this near to the exact mean is the exact mean
 
@@ -53,8 +54,18 @@ class Graph:
         """Bytes per replica and step, averaged over one period."""
         return sum(r.cost(row_bytes) for r in self.rounds) / self.period
 
+    @cached_property
+    def rows_sum_to_one(self) -> bool:
+        """What a replica receives is an average."""
+        return all(_sum_to_one(r, axis=1) for r in self.rounds)
+
+    @cached_property
+    def columns_sum_to_one(self) -> bool:
+        """Averaging keeps the mean of all."""
+        return all(_sum_to_one(r, axis=0) for r in self.rounds)
+
     def is_doubly_stochastic(self) -> bool:
-        return all(map(_columns_sum_to_one, self.rounds))
+        return self.rows_sum_to_one and self.columns_sum_to_one
 
     def spectral_gap(self) -> float:
         """1 - ‖W_T…W_1 - J‖₂^(1/T) over one period T, J = 11ᵀ/n: 1 is exact averaging, 0 is none.
@@ -63,6 +74,9 @@ class Graph:
         """
         if self.n == 1:
             return 1.0
+        if not self.rows_sum_to_one:  # the transposed product has the same eigenvalues, and keeps the constant vectors
+            transposed = tuple(general(r.matrix().T) for r in reversed(self.rounds))
+            return Graph(self.name, transposed).spectral_gap()
         # W keeps the constant vectors; what it does to everything else is a matrix of one row and column less, and the
         # product of those is all that is needed. It is scaled up after each Round: a slow graph with a long period would
         # otherwise come out as zero, which means exact.
@@ -79,6 +93,6 @@ class Graph:
         return 1.0 if rest < _EXACT else 1 - math.exp((math.log(rest) + logarithm) / self.period)
 
 
-def _columns_sum_to_one(r: Round) -> bool:
+def _sum_to_one(r: Round, axis: int) -> bool:
     """Every kind but General is doubly stochastic as it is made."""
-    return not isinstance(r, General) or bool((np.abs(r.weights.sum(axis=0) - 1) <= 1e-6).all())
+    return not isinstance(r, General) or bool((np.abs(r.weights.sum(axis=axis) - 1) <= 1e-6).all())

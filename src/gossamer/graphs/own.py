@@ -9,7 +9,7 @@ import networkx as nx
 import numpy as np
 
 from gossamer.errors import GossamerError
-from gossamer.graphs import weights
+from gossamer.graphs import directed, weights
 from gossamer.graphs.graph import Graph
 from gossamer.graphs.rounds import Round, general
 
@@ -30,11 +30,12 @@ def from_matrix(matrix: np.ndarray | Sequence[np.ndarray], n: int | None = None,
     return Graph(_own(name, stack), tuple(weights.connected(name, [general(w) for w in stack])))
 
 
-def from_networkx(graph: nx.Graph, weight: str | None = None, name: str = "own") -> Graph:
+def from_networkx(graph: nx.Graph, weight: str | None = None, name: str = "own", sums: str = "rows") -> Graph:
     """A graph from networkx. Replica i is the i-th node; an edge u → v means that v receives from u.
 
     Weights: Metropolis for an undirected graph, 1/(in-degree + 1) for a directed one; or those in the edge attribute
-    named ``weight``, and each replica keeps what is left of 1.
+    named ``weight``, and each replica keeps what is left of 1. ``sums="columns"``, for a directed graph and method ``push-sum``: each
+    replica splits its row evenly between itself and those that it sends to.
     """
     if graph.is_multigraph():
         raise GossamerError(f"graph {name!r} is a multigraph; two replicas have one edge, so make it a Graph or DiGraph")
@@ -51,8 +52,12 @@ def from_networkx(graph: nx.Graph, weight: str | None = None, name: str = "own")
         w = nx.to_numpy_array(plain, nodelist=range(n), weight=weight).T
         w[np.arange(n), np.arange(n)] = 1 - w.sum(axis=1)
         return from_matrix(w, name=name)
-    if plain.is_directed():
-        made: Round = weights.uniform([set(plain.predecessors(i)) for i in range(n)])
+    if sums not in ("rows", "columns"):
+        raise GossamerError(f"graph {name!r}: sums={sums!r} is not known; weights sum to 1 over 'rows' or 'columns'")
+    if plain.is_directed() and sums == "columns":
+        made: Round = directed.of_networkx(plain)
+    elif plain.is_directed():
+        made = weights.uniform([set(plain.predecessors(i)) for i in range(n)])
     else:
         made = weights.metropolis(plain)
     return Graph(_own(name, made.matrix()), tuple(weights.connected(name, [made])))

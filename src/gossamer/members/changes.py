@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gossamer.checkpoints import checkpoint, snapshot
-from gossamer.checkpoints.worker import LAYOUT
+from gossamer.checkpoints.snapshot import Layout
 from gossamer.errors import Diverged, GossamerError
 from gossamer.members.membership import Membership
 from gossamer.members.roster import DIVERGED, Change
@@ -60,9 +60,10 @@ class Survival:
         restore: Callable[[dict[str, Any]], object],
         signature: dict[str, str],
         look: Callable[[], Fault | None],
+        layout: Layout,
     ) -> None:
         self.seat, self.exchange, self.mixer, self.planned = seat, exchange, mixer, planned
-        self.schedule = planned
+        self.schedule, self._layout = planned, layout
         self.joining = seat.joins
         _models.add(self)
         self._refuse_several()
@@ -188,4 +189,4 @@ class Survival:
                 f"rank {self.seat.rank} can't join: {differ} is {mine.get(differ, 'missing')} here and "
                 f"{theirs.get(differ, 'missing')} on the others"
             )
-        self._restore(snapshot.unpack(header.get("parts"), tensors, LAYOUT.parts, "the state that was sent"))
+        self._restore(snapshot.unpack(header.get("parts"), tensors, self._layout.parts, "the state that was sent"))

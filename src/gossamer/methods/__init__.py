@@ -5,9 +5,27 @@ gradients and of its own state, and ``mix``, which averages any of them with the
 """
 
 from gossamer.methods.allreduce import AllReduce
-from gossamer.methods.base import Method, method
+from gossamer.methods.base import ALL_REDUCE, METHODS, Method, method
+from gossamer.methods.choco import Choco
 from gossamer.methods.gossip import AdaptThenCombine, AdaptWhileCombine
+from gossamer.methods.momentum import QuasiGlobalMomentum
+from gossamer.methods.push_sum import PushSum
 from gossamer.methods.shared_momentum import SharedMomentum
 from gossamer.methods.step import Step
+from gossamer.methods.tracking import GradientTracking
 
-__all__ = ["AdaptThenCombine", "AdaptWhileCombine", "AllReduce", "Method", "SharedMomentum", "Step", "method"]
+__all__ = [
+    "ALL_REDUCE",
+    "METHODS",
+    "AdaptThenCombine",
+    "AdaptWhileCombine",
+    "AllReduce",
+    "Choco",
+    "GradientTracking",
+    "Method",
+    "PushSum",
+    "QuasiGlobalMomentum",
+    "SharedMomentum",
+    "Step",
+    "method",
+]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
+
+import torch
 
 from gossamer.errors import GossamerError
+from gossamer.graphs import Graph
 from gossamer.methods.step import Step
 from gossamer.rows.vector import Vector
-from gossamer.spelling import Registry
+from gossamer.spelling import Registry, plain_name
 
-_METHODS: Registry[Method] = Registry("method")
+ALL_REDUCE = "all-reduce"
+METHODS: Registry[Method] = Registry("method")
 # Names that were used for the same method elsewhere, or are in old specs.
-_ALIASES = {"dsgd-awc": "awc", "dsgd-atc": "atc", "allreduce": "all-reduce", "centralized": "all-reduce", "ddp": "all-reduce"}
+_ALIASES = {"dsgd-awc": "awc", "dsgd-atc": "atc", "allreduce": ALL_REDUCE, "centralized": ALL_REDUCE, "ddp": ALL_REDUCE}
 
 
 @dataclass(frozen=True)
@@ -24,22 +29,58 @@ class Method:
 
     name: ClassVar[str]
     averages: ClassVar[Literal["parameters", "gradients"]] = "parameters"  # gradients: replicas start, and stay, the same
+    sums: ClassVar[Literal["rows", "columns", "both"]] = "rows"  # of W: those that must be 1
+    static: ClassVar[bool] = False  # whether it needs the same W in every step
+    optimizer: ClassVar[Literal["any", "plain SGD"]] = "any"  # plain SGD: the method makes the whole direction itself
+    by_name: ClassVar[bool] = True  # whether a person may ask for it by its name
 
     def __init_subclass__(cls) -> None:
         name = cls.__dict__.get("name")
         if not isinstance(name, str):
             raise GossamerError(f"class {cls.__name__}: a method needs a name of its own, as in name = 'my-method'")
-        known = _METHODS.makers.get(name)
+        known = METHODS.makers.get(name)
         # A dataclass with slots is made twice, from the same lines.
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise GossamerError(
                 f"class {cls.__name__}: there is a method {name!r} already, {known.__module__}.{known.__qualname__}"
             )
-        _METHODS.makers[name] = cls
+        if cls.by_name:
+            METHODS.makers[name] = cls
+
+    def describe(self) -> str:
+        """The canonical spelling."""
+        return METHODS.describe(self.name, {field.name: getattr(self, field.name) for field in fields(self)})
+
+    def check(self, graph: Graph, optimizers: Sequence[torch.optim.Optimizer] = ()) -> str | None:
+        """Why the method can't run with these, and what would be right."""
+        if self.sums != "columns" and not graph.rows_sum_to_one:
+            return (
+                f"method {self.name!r} averages what a replica receives, and in graph {graph.name!r} that is no average (rows of W do not "
+                "sum to 1); use method 'push-sum', or a graph such as ring"
+            )
+        if self.sums != "rows" and not graph.columns_sum_to_one:
+            return (
+                f"method {self.name!r} needs a graph that keeps the mean (columns of W sum to 1), and {graph.name!r} does not; use a named "
+                "graph such as ring or one-peer-exponential, or from_networkx"
+            )
+        if self.static and graph.period > 1:
+            return f"method {self.name!r} needs the same W in every step, and {graph.name!r} has {graph.period}; use ring or exponential"
+        for optimizer in optimizers if self.optimizer == "plain SGD" else ():
+            group = optimizer.param_groups[0]
+            if not isinstance(optimizer, torch.optim.SGD) or group["momentum"]:
+                shown = type(optimizer).__name__ + (" with momentum" if group.get("momentum") else "")
+                return f"method {self.name!r} makes its own direction, so it needs SGD without momentum; this is {shown}"
+        return None
 
     def state(self, like: Vector) -> dict[str, Vector]:
-        """Own vectors of each replica, as they are at the start. They are checkpointed, and taken along when members change."""
+        """Own vectors of each replica, as they are at the start. They are checkpointed, taken along when members change, and handed to
+        workers that join."""
         return {}
+
+    def begin(self, s: Step) -> None:
+        """Before the first step."""
+        s.state = self.state(s.x)
+        s.part = f"methods/{self.name}" if s.state else None
 
     def before_forward(self, s: Step) -> None:
         """Parameters may be read, not written, until ``before_update``."""
@@ -53,10 +94,16 @@ class Method:
     def after_update(self, s: Step) -> None:
         """The optimizer has run."""
 
+    def members_changed(self, s: Step) -> None:
+        """Before a step: other replicas take part than in the last one, or with another graph. Newcomers have the state of a donor."""
+
 
 def method(text: str | Method) -> Method:
     """``"atc"``, ``"qgm:beta=0.9"`` … or a Method."""
     if isinstance(text, Method):
         return text
+    if not isinstance(text, str):
+        raise GossamerError(f"method={text!r}: a method is a name such as 'atc', or a Method")
     name, colon, options = text.partition(":")
-    return _METHODS.make(_ALIASES.get(name.strip().lower().replace("_", "-"), name) + colon + options)
+    made: Any = METHODS.make(_ALIASES.get(plain_name(name), name) + colon + options)
+    return made

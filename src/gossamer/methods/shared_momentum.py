@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+from gossamer.graphs import Graph
 from gossamer.methods.base import Method
 from gossamer.methods.gossip import AdaptThenCombine
 from gossamer.methods.step import Step
@@ -12,7 +16,7 @@ from gossamer.rows.vector import Vector
 
 @dataclass(frozen=True)
 class SharedMomentum(Method):
-    name = "shared-momentum"
+    name, by_name = "shared-momentum", False
     around: Method = field(default_factory=AdaptThenCombine)
 
     def state(self, like: Vector) -> dict[str, Vector]:
@@ -31,3 +35,12 @@ class SharedMomentum(Method):
     def after_update(self, s: Step) -> None:
         self.around.after_update(s)
         s.share_momentum()
+
+    def members_changed(self, s: Step) -> None:
+        self.around.members_changed(s)
+
+    def check(self, graph: Graph, optimizers: Sequence[torch.optim.Optimizer] = ()) -> str | None:
+        return self.around.check(graph, optimizers)
+
+    def describe(self) -> str:
+        return self.around.describe()

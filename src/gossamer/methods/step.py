@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
 
 from gossamer.graphs.rounds import Mean, Round
 from gossamer.rows.vector import Parameters, Vector
 from gossamer.rows.wires import Wire
 from gossamer.transport.mixer import Mixer
-from gossamer.transport.transfer import Transfer
+from gossamer.transport.transfer import AgreedMean, Transfer
 
 
 class Step:
@@ -25,6 +27,7 @@ class Step:
     ) -> None:
         self.mixer, self.x, self.grad = mixer, x, grad
         self.state: dict[str, Vector] = {}
+        self.part: str | None = None  # the name of the state in a checkpoint, if there is any
         self.pending: dict[str, Transfer] = {}
         self.t, self.lr, self.bytes = 0, 0.0, 0
         self.round: Round = Mean(mixer.n)
@@ -36,11 +39,19 @@ class Step:
         self.bytes += self.mixer.cost(self.round, *vectors, wire=wire)
         return self.mixer.start(self.round, self.t, *vectors, wire=wire)
 
-    def mean(self, *vectors: Vector) -> Transfer:
+    def mean(self, *vectors: Vector) -> Transfer | AgreedMean:
         """Start to average each vector over all replicas; the result is the same for all, to the bit."""
         everyone = Mean(self.mixer.n)
         self.bytes += self.mixer.cost(everyone, *vectors)
         return self.mixer.start(everyone, self.t, *vectors, alike=True)
+
+    def state_dict(self) -> dict[str, list[Tensor]]:
+        return {name: list(vector.tensors) for name, vector in self.state.items()}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[Tensor]]) -> None:
+        for name, vector in self.state.items():
+            for tensor, saved in zip(vector.tensors, state[name], strict=True):
+                tensor.copy_(saved)
 
     def look(self) -> None:
         """The profile, just before averaging."""

@@ -1,4 +1,4 @@
-"""All-reduce, the baseline: each gradient becomes its mean over the workers, as in ``DistributedDataParallel``."""
+"""``p.grad`` of a person's parameters as a Vector: methods compute with rows, and optimizers read ``p.grad``."""
 
 from __future__ import annotations
 
@@ -6,59 +6,85 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
-from gossamer.transport.mixer import Mixer
+from gossamer.rows.flat import Flat
+from gossamer.rows.vector import Vector
 
 
-class Gradients:
-    """Of one optimizer. ``average()`` once per step, or ``again`` if somebody asks for it; ``done()`` when the step is over, or if it does
-    not come.
+class OwnGradients(Vector):
+    """Gradients are gathered when a method first asks for them in a moment, and :meth:`write_back` follows that moment.
 
-    A gradient that is missing here counts as zero. One flag per parameter travels along, so that all workers know which
-    parameters had a gradient somewhere: only those get one, and all workers' optimizers update the same ones.
+    A gradient that is missing counts as zero. A mean over the workers carries one flag per parameter (:attr:`flagged`): a parameter gets a
+    gradient if it had one on any worker, so all optimizers update the same parameters. A method that computes with :attr:`tensors` gives
+    each trainable parameter a gradient. ``blank``: a step without training, in which all gradients are zero.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, mixer: Mixer, names: dict[int, str]) -> None:
-        self.optimizer, self.mixer, self.names = optimizer, mixer, names
-        self._averaged = False
-        self._rows: dict[tuple[torch.dtype, int], Tensor] = {}
+    def __init__(self, flat: Flat) -> None:
+        self._flat = flat
+        self._rows: list[Tensor] = []  # of each block: the gradients, and the flags
+        self._gathered = self._dense = False
+        self.blank = False
+        self.refused = ""  # why a method can't have them now
 
-    @torch.no_grad()
-    def average(self, again: bool = False) -> None:
-        if self._averaged and not again:
+    @property
+    def tensors(self) -> list[Tensor]:
+        if self.refused:
+            raise GossamerError(self.refused)
+        self._gather()
+        self._dense = True
+        return [row[:, : block.x.shape[1]] for row, block in zip(self._rows, self._flat.blocks, strict=True)]
+
+    @property
+    def numels(self) -> list[int]:  # type: ignore[override]
+        return [block.numel for block in self._flat.blocks]
+
+    @property
+    def flagged(self) -> list[Tensor]:
+        self._gather()
+        return self._rows
+
+    def _gather(self) -> None:
+        if self._gathered:
             return
-        self._averaged = True
-        if self.mixer.exchange is None:
+        self._gathered = True
+        for k, block in enumerate(self._flat.blocks):
+            if k == len(self._rows):  # a new block: parameters that were frozen before
+                self._rows.append(block.x.new_zeros(1, block.x.shape[1] + len(block.slots)))
+        for row, params, views, flags in self._parts():
+            present = [not self.blank and p.requires_grad and p.grad is not None for p in params]
+            if not all(present):
+                row.zero_()
+            for p, there in zip(params, present, strict=True):
+                if there and p.grad is not None and p.grad.layout != torch.strided:
+                    name = self._flat.names.get(id(p), "a parameter")
+                    raise GossamerError(f"the gradient of {name!r} is sparse; only dense gradients can be averaged")
+            pairs = [
+                (view, p.grad) for view, p, there in zip(views, params, present, strict=True) if there and p.grad is not None
+            ]
+            if pairs:
+                torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
+            flags.copy_(torch.tensor(present, dtype=flags.dtype))
+
+    def write_back(self) -> None:
+        if not self._gathered:
             return
-        params = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        for dtype in dict.fromkeys(p.dtype for p in params):
-            self._average([p for p in params if p.dtype == dtype])
+        dense, self._gathered, self._dense = self._dense, False, False
+        if self.blank:
+            return
+        for _, params, views, flags in self._parts():
+            somewhere = [p.requires_grad for p in params] if dense else [flag > 0 for flag in flags.tolist()]
+            trained = [(p, view) for p, view, there in zip(params, views, somewhere, strict=True) if there]
+            targets = []
+            for p, _ in trained:
+                if p.grad is None:
+                    p.grad = torch.empty_like(p)
+                targets.append(p.grad)
+            if trained:
+                torch._foreach_copy_(targets, [view for _, view in trained])
 
-    def done(self) -> None:
-        self._averaged = False
-
-    def _average(self, params: list[nn.Parameter]) -> None:
-        sizes = [p.numel() for p in params]
-        row = self._row(params[0], sum(sizes) + len(sizes))
-        *parts, flags = row.split([*sizes, len(sizes)])
-        flags.copy_(torch.tensor([float(p.grad is not None) for p in params]))
-        for p, part in zip(params, parts, strict=True):
-            if p.grad is None:
-                part.zero_()
-            elif p.grad.layout != torch.strided:
-                raise GossamerError(
-                    f"the gradient of {self.names.get(id(p), 'a parameter')!r} is sparse; all-reduce averages dense ones only"
-                )
-            else:
-                part.view(p.shape).copy_(p.grad)
-        *parts, flags = self.mixer.mean(row, "all-reduce").split([*sizes, len(sizes)])
-        for p, part, somewhere in zip(params, parts, flags.tolist(), strict=True):
-            if somewhere:
-                p.grad = torch.empty_like(p) if p.grad is None else p.grad
-                p.grad.copy_(part.view(p.shape))
-
-    def _row(self, like: Tensor, numel: int) -> Tensor:
-        key = (like.dtype, numel)
-        if key not in self._rows:
-            self._rows = {k: row for k, row in self._rows.items() if k[0] != like.dtype}
-            self._rows[key] = like.new_empty(numel)
-        return self._rows[key]
+    def _parts(self) -> list[tuple[Tensor, list[nn.Parameter], list[Tensor], Tensor]]:
+        """Of each block: its row, its parameters, their gradients in the row, and the flags."""
+        parts = []
+        for row, block in zip(self._rows, self._flat.blocks, strict=True):
+            views = [view[0] for view in block.tensors(row).values()]
+            parts.append((row, self._flat.parameters_of(block), views, row[0, block.x.shape[1] :]))
+        return parts

@@ -141,6 +141,18 @@ class Flat:
                 views |= {name: view[0] for name, view in block.tensors_of(row.reshape(1, -1)).items()}
         return {id(held.parameter): views[held.name] for held in self._held if held.name in views}
 
+    @property
+    def device(self) -> torch.device:
+        return self.blocks[0].x.device
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [held.parameter for held in self._held]
+
+    def parameters_of(self, block: Block) -> list[nn.Parameter]:
+        """In the order of the block's slots."""
+        by_name = {held.name: held.parameter for held in self._held}
+        return [by_name[slot.name] for slot in block.slots]
+
     def rest(self) -> list[Tensor]:
         """What is not in the blocks: frozen parameters and buffers."""
         return [p.detach() for p in self._frozen] + [b.detach() for b in self.module.buffers()]

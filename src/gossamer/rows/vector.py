@@ -25,6 +25,11 @@ class Vector:
     def tensors(self) -> list[Tensor]:
         return self._tensors
 
+    @property
+    def flagged(self) -> list[Tensor]:
+        """The tensors, with flags behind the columns if there are any (see ``parallel/gradients.py``)."""
+        return self.tensors
+
     def zeros(self) -> Vector:
         return Vector([torch.zeros_like(tensor) for tensor in self.tensors], self.numels)
 

@@ -261,6 +261,10 @@ class Mixer:
             self.look_for_fault(part, part.x[0])
         return mean
 
+    def averaged_in(self, step: int) -> bool:
+        """Whether a mean that all know is of this step."""
+        return any(movement.step == step for movement in self._movements.values())
+
     def moved(self, k: int, step: int) -> Tensor | None:
         """How far the mean of block k in this step went per step, on the average; None if it took one step only, or is not known."""
         movement = self._movements.get(k)
@@ -305,6 +309,19 @@ class Mixer:
         if self.n > 1:
             mean = rows if len(rows) == 1 else rows.mean(dim=0, keepdim=True)
             rows.copy_(self.mean(mean[0]).expand_as(rows))
+
+    def mean_in_place(self, row: Tensor, what: str) -> None:
+        """A flat tensor becomes its mean over all processes."""
+        exchange = self.exchange
+        if exchange is None:
+            return
+        if exchange.guard is not None:
+            row.copy_(self.mean(row, what))
+            return
+        # What is sent has left before anything comes back, so one buffer is enough.
+        everyone, rows = Mean(exchange.size), row.unsqueeze(0)
+        tag = exchange.collective_tag(what)
+        exchange.slices(rows, rows, range(exchange.size), lambda x, y: mixing.mix(everyone, x, y), tag, what=what).wait()
 
     @torch.inference_mode(False)  # a thread writes to what is made here, and it is in no inference mode
     @torch.no_grad()

@@ -136,6 +136,11 @@ class Transfer:
             for vector, parts in self._pairs()
         ]
 
+    def end(self) -> None:
+        """Nothing more is taken from it."""
+        self.wait()
+        self._give_back()
+
     def _pairs(self) -> list[tuple[Vector, Sequence[Part]]]:
         return list(zip(self._vectors, self._parts, strict=True))
 
@@ -273,6 +278,21 @@ class Transfer:
             for part in parts:
                 self._mixer.give_back(part.held)
                 part.held = []
+
+
+class AgreedMean:
+    """Means over all processes, of one row each. All processes have the same bits, or do it again without the dead: replicas that start the
+    same stay the same."""
+
+    def __init__(self, mixer: Mixer, vectors: Sequence[Vector]) -> None:
+        self._mixer, self._vectors = mixer, vectors
+
+    def into(self, *targets: Vector) -> None:
+        """Each target becomes the mean; it is what was given."""
+        for target, vector in zip(targets, self._vectors, strict=True):
+            assert target is vector
+            for row in vector.flagged:
+                self._mixer.mean_in_place(row[0], "all-reduce")
 
 
 def _finite(row: Tensor) -> bool:

@@ -1,0 +1,373 @@
+"""Drives a Method in a person's own loop. Its moments come from the first training forward, the end of backward, and the optimizers' hooks.
+
+What is operational lives here, and a method never sees it: several forwards and several optimizers in a step, gradients that are missing,
+a GradScaler that leaves a step out, workers that run out of data, members that change, parameters that were frozen before.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.errors import Diverged, GossamerError
+from gossamer.graphs import Graph
+from gossamer.graphs.rounds import identity
+from gossamer.members.changes import Survival
+from gossamer.methods import Method, Step
+from gossamer.optim import momentum
+from gossamer.parallel import scalers
+from gossamer.parallel.gradients import OwnGradients
+from gossamer.parallel.uneven import Stretch
+from gossamer.rows import profile
+from gossamer.rows.finite import Fault
+from gossamer.rows.flat import Flat
+from gossamer.rows.profile import Profile
+from gossamer.rows.vector import Parameters, Vector
+from gossamer.schedules import Schedule
+from gossamer.transport.mixer import Mixer
+from gossamer.transport.transfer import AgreedMean
+
+Optimizer = torch.optim.Optimizer
+
+
+class OwnStep(Step):
+    """A mean of gradients is the same on all workers, or none has it: see ``Mixer.mean``."""
+
+    def mean(self, *vectors: Vector) -> AgreedMean:
+        return AgreedMean(self.mixer, vectors)
+
+
+class Driver:
+    """Of one model. ``every``: a step with averaging comes every that many steps. ``epochs``, ``steps_per_epoch``: for schedules."""
+
+    def __init__(
+        self,
+        flat: Flat,
+        mixer: Mixer,
+        method: Method,
+        schedule: Schedule,
+        rank: int,
+        every: int = 1,
+        epochs: int = 1,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        self.flat, self.mixer, self.method, self.schedule, self.rank = flat, mixer, method, schedule, rank
+        self.every, self.epochs, self.steps_per_epoch = every, epochs, steps_per_epoch
+        self._send_copy = mixer.send_copy
+        self.steps = 0  # done; the one counter
+        self.optimizers: tuple[Optimizer, ...] = ()  # in the order in which they step
+        self.survival: Survival | None = None  # under gossamer launch
+        self.stretch: Stretch | None = None  # inside uneven()
+        self.averaged = False  # inside consensus(): parameters show their mean
+        self.sync = True  # whether the next backward averages gradients, if the method does
+        self.signals: dict[str, float] = {}
+        self.profiles: list[Profile] = []
+        self.profile_every, self.on_profile = 0, None  # type: int, Callable[[Profile], object] | None
+        self.grad = OwnGradients(flat)
+        self.now = OwnStep(mixer, Parameters(flat.blocks, in_place=True), self.grad, self._look, self._share_momentum)
+        method.begin(self.now)
+        self._graph: Graph | None = None
+        self._group: object = None  # the connections of the last step, and the places that took part
+        self._moments: set[str] = set()  # of this step: those that have come
+        self._synced = self._held_back = False  # whether a backward of this step has averaged gradients; or was told not to
+        self._means, self._last_means = 0, 1  # gradients were averaged so often in this step, and in the last one
+        self._queued = False  # the end of this backward is waited for
+        self._looked_for_jumps = False  # in this step
+        self._jumped = False  # since the last mean of all, parameters were changed by something else than the optimizers
+        self._undo: list[Callable[[], object]] = []
+
+    def overrides(self, moment: str) -> bool:
+        return getattr(type(self.method), moment) is not getattr(Method, moment)
+
+    @property
+    def busy(self) -> bool:
+        """Whether rows are in flight."""
+        return bool(self.now.pending)
+
+    # --- Optimizers and their hooks ---------------------------------------------------------------------------------------
+
+    def attach(self, optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler | None) -> None:
+        self.detach()
+        self.optimizers = tuple(optimizers)
+        me = weakref.ref(self)  # torch's hooks must not keep a model that is dropped
+
+        def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+            if (here := me()) is not None:
+                here._before_step(optimizer, args, kwargs)
+
+        def after(*_: object) -> None:
+            if (here := me()) is not None:
+                here._after_update()
+
+        # With several, the first ones change parameters that are being sent: so a copy is sent, and its change is added.
+        self.mixer.send_copy = self._send_copy or len(optimizers) > 1
+        self._undo = [optimizer.register_step_pre_hook(before).remove for optimizer in optimizers]
+        self._undo.append(optimizers[-1].register_step_post_hook(after).remove)
+        if self.overrides("after_backward"):
+            self._watch_backward(self.flat.parameters())
+        if scaler is not None:
+            self._undo.append(scalers.watch(scaler, self._scaled_step, self._before_unscaling))
+
+    def detach(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo, self.optimizers = [], ()
+
+    def _watch_backward(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        me = weakref.ref(self)
+
+        def ended() -> None:
+            if (here := me()) is not None:
+                here._backward_ended()
+
+        def accumulated(_: Tensor) -> None:
+            here = me()
+            if here is not None and not here._queued:
+                here._queued = True
+                torch.autograd.Variable._execution_engine.queue_callback(ended)
+
+        self._undo += [parameter.register_post_accumulate_grad_hook(accumulated).remove for parameter in parameters]
+
+    # --- The moments of a step --------------------------------------------------------------------------------------------
+
+    def on_forward(self, sync: bool) -> None:
+        """Before a training-mode forward. ``sync``: as DDP's ``require_backward_grad_sync``."""
+        self.sync, self._queued = sync, False
+        if self.survival is not None and self.survival.joining:
+            self.steps = self.survival.before(self.steps)  # before the forward, with any method: parameters change
+        if self.optimizers:
+            if self.busy and not self.mixer.send_copy:
+                self.flat.check(busy=True)
+            self._begin()
+
+    def _begin(self) -> None:
+        """Once in a step: before its first forward, or before the update if none came."""
+        if "before_forward" in self._moments:
+            return
+        if self.stretch is not None:
+            self.stretch.before(self.steps)
+        if self.survival is not None:
+            self.steps = self.survival.before(self.steps)
+        now, n = self.now, self.mixer.n
+        now.t, now.lr = self.steps, self._rate()
+        graph = self.current_schedule.graph(now.t, min(self.epoch, self.epochs - 1), self.epochs, self.signals)
+        now.round = identity(n) if (now.t + 1) % self.every else graph.round(now.t // self.every)
+        self._notice(graph)
+        self._moment("before_forward", self.method.before_forward)
+        if self.busy:
+            self.flat.depart()
+
+    def _notice(self, graph: Graph) -> None:
+        """Whether other members take part than in the step before, or with another graph."""
+        exchange = self.mixer.exchange
+        group = None if exchange is None else (exchange.link, exchange.living)
+        before, self._graph, self._group = (self._graph, self._group), graph, group
+        if group == before[1] and (graph is before[0] or graph == before[0]):
+            return
+        self.check(graph, self.optimizers)
+        if before[0] is not None:
+            with torch.no_grad():
+                self.method.members_changed(self.now)
+
+    def check(self, graph: Graph, optimizers: Sequence[Optimizer]) -> None:
+        if refused := self.method.check(graph, optimizers):
+            raise GossamerError(f"step {self.steps}: {refused}" if self.steps else refused)
+
+    def _backward_ended(self) -> None:
+        self._queued = False
+        if not self.sync:
+            self._held_back = True
+        elif self.optimizers and not self.averaged:
+            self.after_backward()
+
+    def after_backward(self) -> None:
+        self._begin()
+        self._synced, self._means = True, self._means + 1
+        self._run(self.method.after_backward)
+
+    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        if self.averaged:
+            raise GossamerError(f"optimizer.step() inside consensus() (step {self.steps}): its update would be thrown away")
+        closure = kwargs.get("closure") is not None or any(a is not None and a is not optimizer for a in args)
+        early = [m for m in ("before_forward", "after_backward", "before_update") if self.overrides(m)]
+        if closure and early:
+            raise GossamerError(
+                f"optimizer.step(closure) evaluates the loss inside step(), where method {self.method.name!r} has already changed "
+                "parameters or gradients; use order='atc' with a graph, or step() without a closure"
+            )
+        self._before_any_update()
+        if optimizer is self.optimizers[-1]:
+            self._before_update()
+
+    def _before_any_update(self) -> None:
+        if self._shares_momentum and not self._looked_for_jumps:
+            self._jumped, self._looked_for_jumps = self._jumped or self.flat.touched, True
+        if self.overrides("after_backward") and not (self._synced or self._held_back):
+            self.after_backward()  # no backward was seen: gradients were made in another way, or are missing
+
+    def _before_update(self) -> None:
+        """Before the last of the optimizers."""
+        if "before_update" in self._moments:
+            return
+        self._begin()
+        if self.busy:
+            self.flat.check(busy=not self.mixer.send_copy)
+        self.now.lr = self._rate()
+        self.grad.refused = (
+            f"method {self.method.name!r} changes the gradients of a whole step, and with several optimizers they are not all there; "
+            "give gossip() one optimizer (its parameter groups may have settings of their own)"
+            if len(self.optimizers) > 1
+            else ""
+        )
+        self._moment("before_update", self.method.before_update)
+        self.grad.refused = ""
+
+    def _after_update(self) -> None:
+        """After the last of the optimizers."""
+        self._before_any_update()
+        self._before_update()
+        self._moment("after_update", self.method.after_update)
+        if self.mixer.probe is not None and (sight := self.mixer.probe.taken()):
+            self.current_schedule.observe(sight)
+            self.schedule.succeed(self.current_schedule)
+        self.steps += 1
+        self.reset()
+        if self._shares_momentum:
+            self.flat.settle()
+
+    def reset(self) -> None:
+        """The next step begins anew."""
+        self._last_means, self._means = max(1, self._means), 0
+        self._moments.clear()
+        self._synced = self._held_back = self._looked_for_jumps = False
+
+    def _moment(self, name: str, moment: Callable[[Step], None]) -> None:
+        """Once in a step, also if it raises."""
+        if name in self._moments:
+            return
+        self._moments.add(name)
+        if not self.overrides(name):
+            return
+        if name != "before_update":
+            self._jumped |= self.flat.check()
+            if self.flat.adopt():
+                self._adopt()
+        self._run(moment)
+
+    def _adopt(self) -> None:
+        """Parameters that were frozen are trained now: their state begins as all did."""
+        fresh = self.method.state(self.now.x)
+        for name, vector in self.now.state.items():
+            vector.tensors.extend(fresh[name].tensors[len(vector.tensors) :])
+            vector.numels.extend(fresh[name].numels[len(vector.numels) :])
+        if self.overrides("after_backward"):
+            self._watch_backward([p for p in self.flat.parameters() if not p._post_accumulate_grad_hooks])
+
+    def _run(self, moment: Callable[[Step], None]) -> None:
+        with torch.no_grad():
+            moment(self.now)
+            self.grad.write_back()
+        if self.mixer.fault is not None:
+            self._leave(self.mixer.fault)
+
+    def idle_step(self) -> int:
+        """A step without training, for the sake of the others."""
+        self._without_training(self._last_means if self.overrides("after_backward") else 0)
+        return self.steps
+
+    def _without_training(self, means: int = 0) -> None:
+        self.grad.blank = True
+        try:
+            for _ in range(means):
+                self.after_backward()
+            self._after_update()
+        finally:
+            self.grad.blank = False
+
+    # --- A GradScaler -----------------------------------------------------------------------------------------------------
+
+    def _scaled_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        before = self.steps
+        self._before_unscaling(optimizer)  # a fused optimizer's gradients are looked at without unscaling them
+        result = step()
+        if optimizer is self.optimizers[-1] and self.steps == before:  # left out, and averaged all the same
+            self._without_training()
+        return result
+
+    def _before_unscaling(self, optimizer: Optimizer) -> None:
+        """Before the check for infinite gradients, so that all workers find the same."""
+        if optimizer in self.optimizers and self.overrides("after_backward") and not (self._synced or self._held_back):
+            self.after_backward()
+
+    # --- What a method and the schedule ask for ---------------------------------------------------------------------------
+
+    @property
+    def current_schedule(self) -> Schedule:
+        """``schedule``, or what it has become for the workers that are left."""
+        changed = self.survival or self.stretch
+        return changed.schedule if changed is not None else self.schedule
+
+    @property
+    def epoch(self) -> int:
+        return self.steps // self.steps_per_epoch if self.steps_per_epoch else 0
+
+    def _rate(self) -> float:
+        """The learning rate; with several optimizers, or groups, the first one's stands for all."""
+        return float(self.optimizers[0].param_groups[0]["lr"]) if self.optimizers else 0.0
+
+    def rate(self) -> float:
+        return self.now.lr
+
+    def learnt(self) -> tuple[float, ...]:
+        return self.current_schedule.learnt()
+
+    @property
+    def _shares_momentum(self) -> bool:
+        return self.schedule.shares_momentum
+
+    def _share_momentum(self, t: int) -> bool:
+        """If all parameters are their mean now, and it was training that moved them."""
+        if not self.mixer.averaged_in(t):
+            return False
+        jumped, self._jumped = self._jumped, False
+        moved = [self.mixer.moved(k, t) for k in range(len(self.flat.blocks))]
+        if not jumped and any(row is not None for row in moved):
+            views = self.flat.views(moved)
+            for optimizer in self.optimizers:
+                momentum.share(optimizer, lambda parameter: views.get(id(parameter)))
+        return True
+
+    def _look(self) -> None:
+        if not self.profile_every or self.steps % self.profile_every:
+            return
+        received = self.mixer.exchange.traffic.received if self.mixer.exchange is not None else 0
+        seen = profile.take(self.flat, self.steps, self.epoch, received, self.mixer)
+        self.signals["consensus_distance"] = seen.consensus_distance
+        self.signals |= {name: float(values.mean()) for name, values in seen.dispersion().items()}
+        if self.on_profile is not None:
+            self.on_profile(seen)
+        else:
+            self.profiles.append(seen)
+
+    # --- Parameters that are not finite -----------------------------------------------------------------------------------
+
+    def _leave(self, fault: Fault) -> None:
+        """This worker has diverged. Under ``gossamer launch`` it comes back with the state of another one."""
+        if self.survival is not None:
+            self.survival.leave(fault)
+            return
+        self.mixer.fault = None
+        raise Diverged(
+            f"{fault.describe(self.rank)}; the other workers have not taken it over. A smaller learning rate or clipped gradients may "
+            "help; with check_finite=False such parameters are averaged like any others"
+        )
+
+    def fault(self) -> Fault | None:
+        """What of my parameters is not finite."""
+        for block in self.flat.blocks:
+            self.mixer.look_for_fault(block, block.x[0])
+        return self.mixer.fault
