@@ -30,6 +30,7 @@ from gossamer import DecentralizedDataParallel, GossamerError, Recipe, Settings,
 from gossamer.checkpoints import checkpoint
 from gossamer.data.tasks import Task
 from gossamer.members.store import open_link
+from gossamer.methods import METHODS
 from gossamer.optim import momentum
 from gossamer.transport import link as links
 
@@ -197,13 +198,18 @@ def the_library_and_the_trainer_give_the_same_parameters(world):
     generator = torch.Generator().manual_seed(3)
     data = torch.randn(64, 6, generator=generator).double(), torch.randint(3, (64,), generator=generator)
     task = Task("toy", lambda: small(torch.float64), data, data)
-    for order, wire in (("awc", "float32"), ("atc", "bfloat16")):
-        settings = Settings(
-            4, 4, 4, algorithm=f"dsgd-{order}", optimizer=Recipe("sgd", **SGD_RECIPE), backend="loop", wire=wire
-        )
-        trainer = Trainer(task, settings, "one-peer-exponential")
-        model = world.model(small(torch.float64), "one-peer-exponential", order=order, wire=wire)
-        optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    for name, wire in [(name, "float32") for name in sorted(METHODS.makers)] + [("atc", "bfloat16")]:
+        kind = METHODS.makers[name]
+        recipe = {"lr": SGD_RECIPE["lr"]} if kind.optimizer == "plain SGD" else SGD_RECIPE
+        graph = "ring" if kind.static else "directed-random" if kind.sums == "columns" else "one-peer-exponential"
+        if (
+            name == "choco"
+        ):  # in 8 bits, 64 numbers that lie together share an exponent, and biases lie elsewhere in a Trainer's row
+            name = "choco:wire=bfloat16"
+        settings = Settings(4, 4, 4, algorithm=name, optimizer=Recipe("sgd", **recipe), backend="loop", wire=wire)
+        trainer = Trainer(task, settings, graph)
+        model = world.model(small(torch.float64), graph, method=name, wire=wire)
+        optimizer = torch.optim.SGD(model.parameters(), **(SGD if recipe is SGD_RECIPE else recipe))
         model.gossip(optimizer)
         for step in range(STEPS):
             x, y = trainer.batches.batch(step, world.rank, 1)
@@ -212,8 +218,9 @@ def the_library_and_the_trainer_give_the_same_parameters(world):
             optimizer.step()
         trainer.run(until=STEPS)
         views = trainer.replicas.blocks[0].tensors(trainer.replicas.blocks[0].x)
-        for name, p in model.named_parameters():
-            close(p, views[name][world.rank], 1e-10)
+        for parameter, p in model.named_parameters():
+            difference = float((p.detach() - views[parameter][world.rank]).abs().max())
+            assert difference <= 1e-10, f"{name}, {wire}, {parameter}: differ by {difference}"
 
 
 def against_ddp(world, steps, make, graph="all-reduce", module=small, tolerance=1e-5, **options):
@@ -230,6 +237,112 @@ def against_ddp(world, steps, make, graph="all-reduce", module=small, tolerance=
     close(flat(ours), flat(theirs), tolerance)
     assert world.same(flat(ours)) or graph != "all-reduce"
     assert (flat(ours) != flat(module())).any()
+
+
+@case(2, 3)
+def clipping_and_accumulation_see_what_ddp_shows(world):
+    """all-reduce averages when backward ends, except under no_sync()."""
+    for quiet in ("no_sync", "attribute", "never"):
+        ours, theirs = world.model(small(), "all-reduce"), nn.parallel.DistributedDataParallel(small())
+        pairs = [(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)) for model in (ours, theirs)]
+        ours.gossip(pairs[0][1])
+        for step in range(6):
+            norms = []
+            for model, o in pairs:
+                o.zero_grad()
+                for part in range(3):
+                    hold = quiet != "never" and part < 2
+                    if quiet == "attribute":
+                        model.require_backward_grad_sync = not hold
+                    with model.no_sync() if quiet == "no_sync" and hold else contextlib.nullcontext():
+                        loss_of(model, world.batch(10 * step + part)).backward()
+                norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+                o.step()
+            assert abs(norms[0] - norms[1]) < 1e-6, (quiet, step, norms)
+        close(flat(ours), flat(theirs), 1e-6)
+        assert world.same(flat(ours))
+        assert ours.steps == 6
+        ours.close()
+
+
+@case(2)
+def under_no_sync_alone_gradients_are_ones_own(world):
+    model = world.model(small(), "all-reduce")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.gossip(optimizer)
+    bare = small()
+    with model.no_sync():
+        loss_of(model, world.batch(0)).backward()
+    loss_of(bare, world.batch(0)).backward()
+    close(model.module[0].weight.grad, bare[0].weight.grad)
+    model.average_gradients()  # a person may still ask for it
+    assert world.same(model.module[0].weight.grad)
+    close(model.module[0].weight.grad, world.gather(bare[0].weight.grad).mean(0))
+
+
+@case(2)
+def gradients_that_no_backward_has_made_are_averaged_in_step(world):
+    model = world.model(small(), "all-reduce")
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    model.gossip(optimizer)
+    start = flat(model).clone()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float(world.rank))
+    optimizer.step()
+    close(flat(model), start - 0.5)
+
+
+@case(2)
+def several_optimizers_are_refused_by_a_method_that_changes_gradients(world):
+    model = world.model(gan(), "ring", method="qgm")
+    optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in (model.critic, model.generator)]
+    model.gossip(*optimizers)
+    loss_of(model, world.batch(0)).backward()
+    optimizers[0].step()
+    with pytest.raises(
+        GossamerError, match="method 'qgm' changes the gradients of a whole step.*give gossip\\(\\) one optimizer"
+    ):
+        optimizers[1].step()
+
+
+@case(2)
+def a_methods_own_state_is_in_the_checkpoint(world):
+    for name in ("qgm", "tracking", "push-sum", "choco"):
+        made = []
+        for resumed in (False, True):
+            model = world.model(small(torch.float64), "ring", method=name)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            model.gossip(optimizer)
+            if resumed:
+                assert model.load(world.folder / name)
+            train(world, model, optimizer, 6 - model.steps, model.steps)
+            if not resumed:
+                made.append(flat(model))
+                model = world.model(small(torch.float64), "ring", method=name)
+                optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                model.gossip(optimizer)
+                train(world, model, optimizer, 3)
+                model.save(world.folder / name)
+        assert torch.equal(made[0], flat(model)), name
+        other = world.model(small(torch.float64), "ring", method="atc")
+        other.gossip(torch.optim.SGD(other.parameters(), 0.1))
+        with pytest.raises(GossamerError, match="methods/|order"):
+            other.load(world.folder / name)
+
+
+@case(2)
+def parameters_that_are_trained_later_get_a_state_too(world):
+    model = world.model(small(torch.float64), "ring", method="qgm")
+    model.module[2].requires_grad_(False)
+    model = world.model(model.module, "ring", method="qgm")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.gossip(optimizer)
+    train(world, model, optimizer, 2)
+    model.module[2].requires_grad_(True)
+    before = model.module[2].weight.clone()
+    train(world, model, optimizer, 3, 2)
+    assert (model.module[2].weight != before).any()
+    assert world.same(flat(model))  # two workers: a ring is the mean
 
 
 @case(3)

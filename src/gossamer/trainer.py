@@ -106,6 +106,7 @@ class Trainer:
                 f"{settings.algorithm} averages gradients, so replicas must start the same; init='different' can't work"
             )
         self.task, self.settings = task, settings
+        self.step = 0  # steps done
         self.device = torch.device(settings.device)
         self.on_profile, self.on_epoch, self.on_step = on_profile, on_epoch, on_step
         self.schedule = schedule("complete" if centralized else graph, n)
@@ -141,7 +142,6 @@ class Trainer:
         self.attendance = Attendance(n, settings.outages, self.batches.steps_per_epoch)
         self.members: tuple[int, ...] = tuple(range(n))  # who takes part now
         self.steps = self.batches.steps_per_epoch * settings.epochs
-        self.step = 0  # steps done
         self.history: list[EpochRecord] = []
         self.signals: dict[str, float] = {}
         self._epoch_loss = torch.zeros((), dtype=torch.float64)
