@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +19,8 @@ from gossamer.checkpoints import trainer as trainer_state
 from gossamer.checkpoints.snapshot import Snapshot
 from gossamer.checkpoints.trainer import EpochRecord as EpochRecord
 from gossamer.checkpoints.worker import layout as worker_layout
-from gossamer.data import seeds
 from gossamer.data.sampling import sampler
-from gossamer.data.sources import Draw, source
+from gossamer.data.sources import source
 from gossamer.data.tasks import Task
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph
@@ -29,22 +28,19 @@ from gossamer.members.outages import Attendance, Outage, donors
 from gossamer.methods import SharedMomentum, Step, method
 from gossamer.optim import BlockOptimizer, Recipe
 from gossamer.optim.learning_rates import LearningRate
-from gossamer.rows import batch_norm, profile
+from gossamer.rows import profile
 from gossamer.rows.backends import Batch
 from gossamer.rows.batch_norm import BatchNorm
 from gossamer.rows.profile import Profile
 from gossamer.rows.replicas import Replicas
 from gossamer.rows.vector import Gradients, Parameters
 from gossamer.schedules import Fixed, Resized, Schedule, schedule
+from gossamer.trainer import evaluation
+from gossamer.trainer.evaluation import Evaluation
+from gossamer.trainer.progress import Progress, StepLoss, TrainingDiverged
 from gossamer.transport.exchange import Exchange
 from gossamer.transport.mixer import Mixer
 from gossamer.transport.probe import Probe
-
-_REESTIMATE, _REESTIMATE_BATCH = 2048, 128  # training samples with which BatchNorm's statistics are estimated anew
-
-
-class TrainingDiverged(GossamerError):
-    """A loss that is not a number. The last checkpoint is kept."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +63,6 @@ class Settings:
     batch_norm: BatchNorm = "reestimate"  # how the averaged model gets its running statistics (see batch_norm.py)
     wire: str = "float32"  # bfloat16: rows that travel by edges are rounded (see mixer.py)
     outages: tuple[Outage, ...] = ()  # workers that fail and perhaps come back (see outages.py); in one process only
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The metric of the averaged model, the mean and the worst over the replicas, and the averaged model on training data."""
-
-    value: float
-    mean: float
-    worst: float
-    train: float
 
 
 class Trainer:
@@ -147,6 +133,7 @@ class Trainer:
         self._epoch_loss = torch.zeros((), dtype=torch.float64)
         self._epoch_degree = 0
         self.seconds = 0.0
+        self._progress = Progress(exchange)
         if exchange is not None:
             exchange.link.agree({key: str(value) for key, value in self._fingerprint().items()})
 
@@ -170,9 +157,13 @@ class Trainer:
         there after each epoch (or every ``save_every`` steps)."""
         end = self.steps if until is None else min(until, self.steps)
         per_epoch = self.batches.steps_per_epoch
-        while self.step < end and not (stop is not None and self.agreed(stop())):
+        stopping = stop is not None and self.agreed(stop())
+        while self.step < end and not stopping:
             began = time.perf_counter()
             self._train_one_step()
+            last = self.step == end or self.step % per_epoch == 0 or (save_every is not None and self.step % save_every == 0)
+            if last or self._progress.due:
+                stopping = self._report(stop)
             self.seconds += time.perf_counter() - began
             if self.step % per_epoch == 0:
                 self._end_epoch()
@@ -195,8 +186,9 @@ class Trainer:
         self.optimizer.set_lr(now.lr)
         rule.before_forward(now)
         losses = self.replicas.gradients(self.task.loss, self._batch(t), t)
-        losses = self.mixer.gather(losses, "loss")
-        self._check(losses, t)
+        self._progress.add(t, losses, now.bytes)
+        if self.exchange is None:
+            StepLoss(t, losses, now.bytes).check(self.members, epoch)
         rule.after_backward(now)
         self.optimizer.clip()
         rule.before_update(now)
@@ -204,12 +196,23 @@ class Trainer:
         rule.after_update(now)
         if self.mixer.probe is not None and (sight := self.mixer.probe.taken()):
             self.schedule.observe(sight)
-        loss = losses.double().mean().cpu()
-        self._epoch_loss += loss
         self._epoch_degree += now.round.degree
         self.step += 1
-        if self.on_step is not None:
-            self.on_step(self.step, float(loss))
+
+    def _report(self, stop: Callable[[], bool] | None) -> bool:
+        """Take in the losses of all replicas since the last report. Returns whether to stop."""
+        seen, stopping = self._progress.report(stop)
+        for one in seen:
+            try:
+                one.check(self.members, one.step // self.batches.steps_per_epoch)
+            except TrainingDiverged:
+                self.step, self.now.bytes = one.step, one.bytes
+                raise
+            loss = one.losses.double().mean().cpu()
+            self._epoch_loss += loss
+            if self.on_step is not None:
+                self.on_step(one.step + 1, float(loss))
+        return stopping
 
     def _notice(self, graph: Graph) -> None:
         """Whether other replicas take part than in the step before, or with another graph."""
@@ -255,15 +258,6 @@ class Trainer:
         return self.optimizer.share_momentum(
             {id(block): self.mixer.moved(k, t) for k, block in enumerate(self.replicas.blocks)}
         )
-
-    def _check(self, losses: torch.Tensor, t: int) -> None:
-        bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
-        if bad:
-            more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-            raise TrainingDiverged(
-                f"the loss of replica {self.members[bad[0]]}{more} is {float(losses[bad[0]])} at step {t} "
-                f"(epoch {self.epoch}); a smaller learning rate or gradient clipping may help. The last checkpoint is kept"
-            )
 
     def check_parameters(self) -> None:
         """A gradient that is not a number with a loss that is one: found before it can reach a checkpoint."""
@@ -324,46 +318,12 @@ class Trainer:
         return result
 
     def evaluate_unless(self, stop: Callable[[], bool], singles: int | None = None) -> Evaluation | None:
-        """The same, if nobody wants to stop meanwhile. With several processes that can't be agreed upon here, so they go on."""
-        r, start = self.replicas.r, self.mixer.rows.start
-        n = r * (self.exchange.size if self.exchange is not None else 1)
-        some = n if singles is None else max(1, min(singles, n))
-        chosen = {k * n // some for k in range(some)}
-        mine, last = [math.nan] * r, -1
-        for i in range(r):
-            if start + i in chosen:
-                if self.exchange is None and stop():
-                    return None
-                if last >= 0 and self.replicas.alike(i, last):
-                    mine[i] = mine[last]
-                else:
-                    with self.replicas.replica(i) as model:
-                        mine[i] = self.task.metric.of(model, self.test)
-                last = i
-        everyone = self.mixer.gather(torch.tensor(mine, dtype=torch.float64), "evaluate").tolist()
-        values = [everyone[k] for k in sorted(chosen)]
-        with self.averaged() as model:
-            value = self.task.metric.of(model, self.test)
-            seen = self.task.metric.of(model, self.train, len(self.test))
-        return Evaluation(value, sum(values) / len(values), self.task.metric.worst(values), seen)
+        """The same, if nobody wants to stop meanwhile."""
+        return evaluation.evaluate(self, stop, singles)
 
-    @contextlib.contextmanager
-    def averaged(self) -> Iterator[nn.Module]:
+    def averaged(self) -> contextlib.AbstractContextManager[nn.Module]:
         """The averaged model, in evaluation mode, for as long as the block lasts. All processes take part."""
-        with self.replicas.averaged(self.mixer.mean) as model:
-            if self.settings.batch_norm == "reestimate" and batch_norm.layers(model):
-                with seeds.undisturbed(self.device):  # dropout may draw
-                    batch_norm.reestimate(model, self._passes(model))
-            yield model
-
-    def _passes(self, model: nn.Module) -> Iterator[Callable[[], object]]:
-        """Some training data, the same ones each time and in every process."""
-        some = torch.randperm(len(self.train), generator=seeds.generator(self.settings.seed, -7))[:_REESTIMATE]
-        parts = [part for part in some.split(_REESTIMATE_BATCH) if len(part) > 1 or len(some) == 1]
-        for k, part in enumerate(parts):
-            seeds.set_default(seeds.derive(self.settings.seed, -8, k), self.device)
-            (batch,) = zip(*self.train.draw(part.unsqueeze(0), Draw(self.settings.seed, -1 - k, 0)), strict=True)
-            yield functools.partial(self.task.loss, model, *batch)
+        return evaluation.averaged(self)
 
     # --- Checkpoint and resume -------------------------------------------------------------------------------------------
 
