@@ -508,15 +508,16 @@ class DecentralizedDataParallel(Wrapper):
             yield
             return
         self._stretches += 1
-        self._stretch = Stretch(self._exchange, self._mixer, self.schedule, self._stretches, self.steps)
+        self._stretch = stretch = Stretch(self._exchange, self._mixer, self.schedule, self._stretches, self.steps)
         try:
             yield
+            stretch.leave(self.steps, self._exchange_only)
+            self.steps = stretch.rejoin(self.steps, self._flat)
         except BaseException:
-            self._stretch.abandon()
-            self._stretch = None
+            stretch.abandon()
             raise
-        self._stretch.leave(self.steps, self._exchange_only)
-        self.steps, self._stretch = self._stretch.rejoin(self.steps, self._flat), None
+        finally:
+            self._stretch = None
 
     def _exchange_only(self) -> int:
         """A step without training, for the sake of the others."""
