@@ -299,16 +299,17 @@ class Worker:
         """A step, and what a script does after it."""
         world, member = self.world, self.member
         yield from self.before()
-        epoch, members = member.part.epoch, member.members[member.part.epoch]
+        group, members = member.epochs[member.part.epoch]
         if len(members) > 1:
-            m, me = len(members), members.index(self.ticket)
+            m, me, link = len(members), members.index(self.ticket), member.members[group]
             tag = ("step", self.step)
             if world.slices:
-                others = [k for k in range(m) if k != me]
-                flight = Flight(self, epoch, tag, others, others, True)
+                others = [link.index(q) for q in members if q != self.ticket]
+                flight = Flight(self, group, tag, others, others, True)
             else:
                 shift = 1 if world.ring else 2 ** (self.step % max(1, (m - 1).bit_length()))
-                flight = Flight(self, epoch, tag, [(me + shift) % m], [(me - shift) % m], False)
+                to, of = members[(me + shift) % m], members[(me - shift) % m]
+                flight = Flight(self, group, tag, [link.index(to)], [link.index(of)], False)
             yield world.rng.random() * world.compute
             yield from self.wait(flight)
             self.check_apart(flight)
@@ -329,8 +330,8 @@ class Worker:
         if member.evicted:
             yield from self.join()
             return
-        if member.part.due(self.step):
-            self.counts = {member.part.roster.epoch: 64}
+        if member.part.due(self.step) and member.part.roster.group != member.group:
+            self.counts = {member.part.roster.group: 64}
         member.take(member.part.begun(self.step))
 
     def join(self) -> Script:
@@ -340,7 +341,7 @@ class Worker:
 
         def is_in() -> bool:
             roster = member.part.roster
-            return (roster.epoch in self.links and member.ticket in roster.members) or self.shut_out or member.evicted
+            return (roster.group in self.links and member.ticket in roster.members) or self.shut_out or member.evicted
 
         while True:
             yield is_in
@@ -357,7 +358,7 @@ class Worker:
             raise GossamerError("can't join: the job has ended without it")
         self.step = member.step = member.part.roster.start
         member.take(member.part.begun(self.step))
-        self.counts = {member.part.epoch: 64}
+        self.counts = {member.group: 64}
 
     @property
     def shut_out(self) -> bool:
@@ -774,8 +775,8 @@ class World:
             return
         self.last_fault = max(self.last_fault, self.now)
         a, b = self.rng.sample(living, 2)
-        epoch = a.member.part.epoch
-        if b.member.part.epoch == epoch and b.ticket in a.member.members[epoch] and a.ticket in b.member.members[epoch]:
+        epoch = a.member.group
+        if b.member.group == epoch and b.ticket in a.member.members[epoch] and a.ticket in b.member.members[epoch]:
             self.after(self.rng.random() * 0.1, a, lambda: self._errors(a, epoch, b.ticket))
             if self.rng.random() < 0.4:
                 self.half.add((epoch, a.ticket, b.ticket))

@@ -1,7 +1,8 @@
-"""Training goes on when workers die, hang and come back: what a change of members means for one model.
+"""What a change of members means for one model.
 
-``membership.py`` says who takes part from which step on. Here the exchange gets the new group, the graph is rebuilt, a
-newcomer takes over the state of one who is in, and the person's callback hears of it.
+``membership.py`` says who takes part from which step on. Here the exchange gets the new group, or other places of the present one, the
+graph is rebuilt, and the person's callback hears of it (:class:`Participation`). With :class:`Survival` training goes on when workers die,
+hang and come back: a newcomer takes over the state of one who is in.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import torch
 from gossamer.checkpoints import checkpoint, snapshot
 from gossamer.checkpoints.snapshot import Layout
 from gossamer.errors import Diverged, GossamerError
-from gossamer.members.membership import Membership
+from gossamer.members.membership import Turn
 from gossamer.members.roster import DIVERGED, Change
 from gossamer.members.store import Seat
+from gossamer.members.survivors import Survivors
 from gossamer.rows.finite import Fault
 from gossamer.schedules import Schedule, rebuilt
 from gossamer.transport.exchange import Exchange
@@ -46,7 +48,30 @@ class _Left(Diverged):
     """Found when a newcomer asked for the state of this worker."""
 
 
-class Survival:
+class Participation:
+    """Of one model in what its workers do together. ``planned``: the schedule for as many as there are at the start; ``schedule``: what it
+    has become for the members of now."""
+
+    def __init__(self, exchange: Exchange, mixer: Mixer, planned: Schedule) -> None:
+        self.exchange, self.mixer, self.planned = exchange, mixer, planned
+        self.schedule = planned
+        self.changes: list[Change] = []
+        self.on_change: Callable[[Change], object] | None = None
+        self._timeout = exchange.link.timeout
+
+    def _take_part(self, turn: Turn) -> None:
+        change = turn.change
+        self.exchange.change(turn.link, turn.places)
+        self.mixer.resize()
+        self.schedule, note = rebuilt(self.planned, len(change.members), self.schedule)
+        self.mixer.step = change.step
+        self.planned.note(change.step, f"{self.schedule.describe()} over {len(change.members)}", change.describe() + note)
+        self.changes.append(change)
+        if self.on_change is not None:
+            self.on_change(change)
+
+
+class Survival(Participation):
     """Of one model. ``capture()`` and ``restore(state)`` give and take all that a worker knows; ``signature`` must be the same.
     ``look()``: what of the parameters is not finite."""
 
@@ -62,15 +87,11 @@ class Survival:
         look: Callable[[], Fault | None],
         layout: Layout,
     ) -> None:
-        self.seat, self.exchange, self.mixer, self.planned = seat, exchange, mixer, planned
-        self.schedule, self._layout = planned, layout
-        self.joining = seat.joins
+        super().__init__(exchange, mixer, planned)
+        self.seat, self.joining, self._layout = seat, seat.joins, layout
         _models.add(self)
         self._refuse_several()
-        self.changes: list[Change] = []
-        self.on_change: Callable[[Change], object] | None = None
         self._capture, self._restore, self._signature, self._look = capture, restore, signature, look
-        self._timeout = exchange.link.timeout
         first, me = exchange.link, weakref.ref(self)  # the thread of the membership must not keep a model that is dropped
 
         def copied() -> Callable[[], bytes]:
@@ -79,7 +100,7 @@ class Survival:
             return here._copied()
 
         opened = functools.partial(open_group, seat, first.name, self._timeout)
-        self._membership = Membership(seat, first.name, None if self.joining else first, opened, copied)
+        self._membership = Survivors(seat, first.name, None if self.joining else first, opened, copied)
         exchange.guarded(self._membership)
         self._fault: Fault | None = None  # why it left, until it is back
         self._returned: int | None = None  # the step in which it was back, the last time
@@ -101,9 +122,8 @@ class Survival:
         membership = self._membership
         if not self.joining:
             with contextlib.suppress(_Left):
-                changed = membership.before(step, self._timeout)
-                if changed is not None:
-                    self._take_part(*changed)
+                if (turn := membership.before(step, self._timeout)) is not None:
+                    self._take_part(turn)
             if not membership.evicted:
                 return step
             self.joining = True
@@ -111,17 +131,17 @@ class Survival:
         if membership.evicted:
             membership.rejoin(self._timeout)
         try:
-            change, link = membership.join(self._timeout, self._unpack)
+            turn = membership.join(self._timeout, self._unpack)
         except GossamerError as error:
             if self._fault is None:
                 raise
             raise self._end(self._fault, str(error)) from None
         self.seat.announce_training()
         self.joining = False
-        self._back(change.step, change.joined)
+        self._back(turn.change.step, turn.change.joined)
         self.schedule = self.planned  # what those have learnt who were there; what I knew may be old
-        self._take_part(change, link)
-        return change.step
+        self._take_part(turn)
+        return turn.change.step
 
     def leave(self, fault: Fault) -> None:
         """This worker has diverged: the others go on without it. With its next step it comes back, with the state of another one."""
@@ -156,16 +176,6 @@ class Survival:
                 f"rank {self.seat.rank} can't join: it trains {len(_models)} models, and could enter them at different steps only; "
                 "then all would wait for each other"
             )
-
-    def _take_part(self, change: Change, link: Link) -> None:
-        self.exchange.change(link)
-        self.mixer.resize()
-        self.schedule, note = rebuilt(self.planned, len(change.members), self.schedule)
-        self.mixer.step = change.step
-        self.planned.note(change.step, f"{self.schedule.describe()} over {len(change.members)}", change.describe() + note)
-        self.changes.append(change)
-        if self.on_change is not None:
-            self.on_change(change)
 
     # --- The state for a newcomer -----------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ class Collectives:
         self._member, self._prefix = member, prefix
         self._epoch = -1  # whose steps are done now; calls are counted from its begin on, alike on all of its members
         self._calls = 0
-        self._group = -1  # the epoch whose connections are used
+        self._group = -1  # whose connections are used
         self._voters: tuple[int, ...] = ()
         self._old: list[tuple[str, str]] = []
         self._differ = math.inf  # since when the votes are known to be of different collectives
@@ -46,8 +46,8 @@ class Collectives:
     def _begin_epoch(self) -> None:
         epoch = self._member.part.epoch
         if self._epoch != epoch:
-            self._epoch = self._group = epoch
-            self._calls, self._voters = 0, self._member.members.get(epoch, (self._member.ticket,))
+            self._epoch, self._calls = epoch, 0
+            self._group, self._voters = self._member.epochs.get(epoch, (-1, (self._member.ticket,)))
 
     def complete(self, what: str, timeout: float) -> Rules[tuple[int, ...]]:
         """Returns the tickets of the members that live and have the result."""
@@ -113,10 +113,10 @@ class Collectives:
             return {"error": f"{shown}: collectives must be called by all workers, in the same order"}
         if set(votes.values()) == {f"1 {said[living[0]][1]}"}:
             return {"done": True, "living": living}
-        newer = roster.epoch > self._group and set(roster.members).issuperset(living)
+        newer = roster.group > self._group and set(roster.members).issuperset(living)
         if len(living) == len(self._voters) and not newer:
             return None
-        return {"done": False, "living": living, "group": roster.epoch if newer else self._group}
+        return {"done": False, "living": living, "group": roster.group if newer else self._group}
 
     def _refuse_evicted(self, what: str) -> None:
         if self._member.evicted:

@@ -55,7 +55,7 @@ class Build(NamedTuple):
 
 
 class Fly(NamedTuple):
-    """Do a collective once, with these places of the epoch's link. The result is whether all of it came."""
+    """Do a collective once, with these places of the link of a group (its ``epoch``). The result is whether all of it came."""
 
     epoch: int
     places: tuple[int, ...]

@@ -8,6 +8,7 @@ Each :class:`Member` is resumed by one caller at a time; ``membership.py`` holds
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from gossamer.members.effects import Add, Build, Claim, Look, Rules
 from gossamer.members.roster import FINISHED, Event, Part, Roster, parsed, written
@@ -15,12 +16,19 @@ from gossamer.members.store import ENDS, ended_key
 from gossamer.transport.waiting import NONE, Losses
 
 BEAT = 1.0  # seconds between two heartbeats
+_BEATS = 20  # heartbeats in the time after which a worker is evicted, at most
 DOUBT = 2.5  # seconds after which a lost peer that still beats is taken to live
 _GONE = "gone -1"  # instead of a heartbeat: another worker has evicted this one
 
 
+class Epoch(NamedTuple):
+    group: int
+    members: tuple[int, ...]
+
+
 class Member:
-    """``tickets``: of the members at the start, in the order of ranks. ``joins``: it is not one of them, and wants to become one."""
+    """``tickets``: of the members at the start, in the order of ranks. ``joins``: it is not one of them, and wants to become one.
+    ``fixed``: no further group can be built, so a death is the end for all."""
 
     def __init__(
         self,
@@ -32,14 +40,18 @@ class Member:
         evict_after: float,
         clock: Callable[[], float],
         roster: Roster | None = None,
+        fixed: bool = False,
     ) -> None:
         self.name, self.ticket, self.rank, self.evict_after, self.clock = name, ticket, rank, evict_after, clock
+        self.fixed, self._beat_every = fixed, max(BEAT, evict_after / _BEATS)
         self.step = 0  # the last that the loop began, or is held from
         roster = roster or Roster({q: q for q in tickets}, tickets)
         self.take(Part(ticket, roster, epoch=-1 if joins else 0))
-        self.members: dict[int, tuple[int, ...]] = {0: tickets}  # of each epoch, in the order of its link
+        self.members: dict[int, tuple[int, ...]] = {0: tickets}  # of each group, in the order of its link
+        self.epochs = {0: Epoch(0, tickets)}
         self.donors: dict[int, dict[int, int]] = {}  # of each proposal: newcomer -> who gives it its state
         self.asks = False
+        self.patience: float | None = None  # it has no more data; until then others that finish as well can leave with it
         self.blind = False  # the store is gone
         self.built = -1  # the proposal whose group stands here
         self.building = -1
@@ -47,7 +59,7 @@ class Member:
         self.read = 0  # entries of the log
         self.log_was_read = False
         self.again = False  # another worker wrote into the log first: tick at once
-        self.lost: dict[tuple[int, int], tuple[float, str]] = {}  # (epoch, ticket) -> when the connection broke, and why
+        self.lost: dict[tuple[int, int], tuple[float, str]] = {}  # (group, ticket) -> when the connection broke, and why
         self._told: set[tuple[int, int]] = set()
         self._losses: dict[int, Losses] = {}
         self._seen: dict[int, tuple[str, float]] = {}  # of each member its last heartbeat, and when it came
@@ -69,6 +81,7 @@ class Member:
         """It was evicted, and lives: with a new ticket it is new."""
         self.ticket = ticket
         self.built = self.building = -1
+        self.patience = None
         self.lost, self._beaten, self._beat, self._seen = {}, float("-inf"), "", {}
         self.step = -1
         self.take(Part(ticket, self.part.roster, epoch=-1, step=-1))
@@ -76,16 +89,22 @@ class Member:
 
     # --- For flights: who is lost ------------------------------------------------------------------------------------------
 
-    def place(self, epoch: int) -> int:
-        return self.members[epoch].index(self.ticket)
+    @property
+    def group(self) -> int:
+        """Whose connections it uses now."""
+        epoch = self.epochs.get(self.part.epoch)
+        return -1 if epoch is None else epoch.group
 
-    def losses(self, epoch: int) -> Losses:
-        return self._losses.get(epoch, NONE)
+    def place(self, group: int) -> int:
+        return self.members[group].index(self.ticket)
 
-    def lose(self, epoch: int, place: int, why: str) -> None:
-        members = self.members.get(epoch)
+    def losses(self, group: int) -> Losses:
+        return self._losses.get(group, NONE)
+
+    def lose(self, group: int, place: int, why: str) -> None:
+        members = self.members.get(group)
         if members is not None:
-            self.lost.setdefault((epoch, members[place]), (self.clock(), why))
+            self.lost.setdefault((group, members[place]), (self.clock(), why))
             self.count_losses()
 
     def uncertain(self, since: float) -> bool:
@@ -94,17 +113,17 @@ class Member:
         return since > self.lease and self.confirmed < since and not self.evicted and not self.blind
 
     def count_losses(self) -> None:
-        """Of each epoch. A peer that has lost me is gone for me too: it sends nothing any more, and waits for nothing of mine."""
+        """Of each group. A peer that has lost me is gone for me too: it sends nothing any more, and waits for nothing of mine."""
         roster, me = self.part.roster, self.ticket
         if not (roster.dead or roster.lost or self.lost):
             self._losses = {}
             return
         counted = {}
-        for epoch, members in self.members.items():
-            pairs = {*roster.lost_pairs(epoch), *((me, q) for e, q in self.lost if e == epoch)}
+        for group, members in self.members.items():
+            pairs = {*roster.lost_pairs(group), *((me, q) for g, q in self.lost if g == group)}
             gone = roster.dead.union(*(pair for pair in pairs if me in pair))
             place = {q: k for k, q in enumerate(members)}
-            counted[epoch] = Losses(
+            counted[group] = Losses(
                 frozenset(place[q] for q in gone if q in place and q != me),
                 frozenset((place[a], place[b]) for a, b in pairs if a in place and b in place),
                 self.evicted,
@@ -117,14 +136,15 @@ class Member:
         newcomers, roster = self.donors.get(self.part.epoch, {}), self.part.roster
         if self.ticket not in newcomers:
             return False
-        hosts = [q for q in self.members[self.part.epoch] if q not in newcomers]
+        hosts = [q for q in self.epochs[self.part.epoch].members if q not in newcomers]
         return all(q in roster.dead for q in hosts) and any(roster.why.get(q) == FINISHED for q in hosts)
 
     def forget(self, keep: set[int]) -> None:
-        """Epochs that are long over."""
-        for number in [number for number in self.members if number not in keep and number < self.part.epoch - 2]:
+        """Groups and epochs that are long over."""
+        for number in [number for number in self.members if number not in keep and number < self.group - 2]:
             del self.members[number]
             self._losses.pop(number, None)
+        self.epochs = {number: epoch for number, epoch in self.epochs.items() if number >= self.part.epoch}
 
     # --- Every now and then ------------------------------------------------------------------------------------------------
 
@@ -139,17 +159,26 @@ class Member:
         yield from self.read_log()
         if self.asks and self.ticket not in self.part.roster.ranks:
             yield from self._append(Event("join", self.ticket, rank=self.rank))
-        if now - self._beaten >= BEAT:
+        if now - self._beaten >= self._beat_every:
             yield from self._say_that_i_live(now)
         self.confirmed = now
         if self.evicted:
             return
         yield from self._look_for_ends()
-        if now - self._looked >= BEAT:
+        if now - self._looked >= self._beat_every:
             self._looked = now
             yield from self._look_at_beats(now)
         yield from self._tell_losses(now)
+        if self.patience is not None:
+            yield from self._say_that_i_am_done(now)
         yield from self._do_my_part()
+
+    def _say_that_i_am_done(self, now: float) -> Rules[None]:
+        me, roster = self.ticket, self.part.roster
+        if me in roster.members and me not in roster.done:
+            yield from self._append(Event("done", me))
+        elif self.patience is not None and now > self.patience and me in roster.done - roster.leaving and not roster.over:
+            yield from self._append(Event("leave", me))
 
     def _say_that_i_live(self, now: float) -> Rules[None]:
         """A heartbeat takes the place of the last one, and so does the word that this worker is gone: whichever comes first. So when the
@@ -184,6 +213,10 @@ class Member:
     def _hear(self, event: Event) -> None:
         self.take(self.part.heard(event))
         proposal, roster = self.part.roster.proposal, self.part.roster
+        if roster.epoch not in self.epochs:
+            self.epochs[roster.epoch] = Epoch(roster.group, roster.members)
+            if roster.together:
+                self.patience = None
         if proposal is not None and proposal.number not in self.donors:
             self.donors[proposal.number] = {q: roster.donor(q) for q in roster.newcomers()}
 
@@ -207,10 +240,8 @@ class Member:
         ends = yield Add(ENDS, 0)
         if ends == self._ends:
             return
-        roster = self.part.roster
-        known = {*roster.members, *roster.asking}
         ended = {}
-        for q in known:
+        for q in self.part.roster.known:
             if (why := (yield Look(ended_key(q)))) is not None:
                 ended[q] = why
                 if q not in self.part.roster.dead:
@@ -219,11 +250,11 @@ class Member:
             self._ends = ends
 
     def _look_at_beats(self, now: float) -> Rules[None]:
-        """Only members evict: so at least one that can go on is left."""
+        """Only members evict: so at least one that can go on is left. If none could go on anyway, all do."""
         roster = self.part.roster
-        if self.ticket not in roster.members:
+        if self.ticket not in roster.members and not self.fixed:
             return
-        for q in {*roster.members, *roster.asking} - roster.dead - {self.ticket}:
+        for q in roster.known - {self.ticket}:
             beat = (yield Look(self.beat_key(q))) or ""
             if q not in self._seen or self._seen[q][0] != beat:
                 self._seen[q] = (beat, now)
@@ -234,16 +265,16 @@ class Member:
 
     def _tell_losses(self, now: float) -> Rules[None]:
         roster = self.part.roster
-        for (epoch, q), (since, why) in list(self.lost.items()):
-            if epoch not in self.members or q in roster.dead:
-                continue  # it is said of an epoch that is over here, too: the peer may still be in it, and wait
-            if (epoch, q) not in self._told and not (yield from self._dead_by_now(q)):
-                if (yield from self._append(Event("lost", self.ticket, epoch, peer=q, why=why))):
-                    self._told.add((epoch, q))
-            elif now - since > DOUBT and roster.proposal is None and self.part.epoch == epoch:
+        for (group, q), (since, why) in list(self.lost.items()):
+            if group not in self.members or q in roster.dead:
+                continue  # it is said of a group that is not used here any more, too: the peer may still use it, and wait
+            if (group, q) not in self._told and not (yield from self._dead_by_now(q)):
+                if (yield from self._append(Event("lost", self.ticket, group, peer=q, why=why))):
+                    self._told.add((group, q))
+            elif now - since > DOUBT and roster.proposal is None and self.group == group:
                 beat, when = self._seen.get(q, ("", 0.0))
                 if beat and when > since:  # it lives; if it does not, it is evicted in time
-                    yield from self._append(Event("renew", self.ticket, epoch))
+                    yield from self._append(Event("renew", self.ticket, group))
 
     def _dead_by_now(self, q: int) -> Rules[bool]:
         yield from self._look_for_ends()
@@ -253,7 +284,8 @@ class Member:
         proposal = self.part.roster.proposal
         if proposal is not None and self.ticket in proposal.members and self.building < proposal.number:
             self.building = proposal.number
-            yield Build(self.part.roster)
+            if proposal.builds and not self.fixed:
+                yield Build(self.part.roster)
         if proposal is not None and self.failed == proposal.number:
             yield from self._append(Event("failed", self.ticket, proposal.number))
         duty = self.part.duty(self.built)

@@ -104,6 +104,20 @@ class Seat:
             self.connect().set(DIVERGED, why)
 
 
+@dataclass(frozen=True)
+class GivenSeat(Seat):
+    """Of a worker that another launcher has started: the store is the one that its link was opened with."""
+
+    store: Any
+
+    @staticmethod
+    def at(link: Link) -> Seat:
+        return GivenSeat("", 0, link.rank, link.rank, link.size, link.timeout, link.store)
+
+    def connect_patiently(self) -> Any:
+        return self.store
+
+
 class Start:
     """The time before training, when all workers need all others: what a worker reads about them, and says itself."""
 

@@ -70,17 +70,18 @@ def broadcast(flat: Flat, exchange: Exchange) -> None:
         _write(t, sent.reshape(t.shape))
 
 
-def hand_over(flat: Flat, exchange: Exchange, source: int, to: list[int]) -> None:
-    """Those in ``to`` get the parameters and buffers of ``source``. All take part, so that all count alike."""
+def hand_over(flat: Flat, exchange: Exchange, donors: dict[int, int]) -> None:
+    """Each of ``donors`` gets the parameters and buffers of its donor. All take part, so that all count alike."""
+    to = [q for q, donor in donors.items() if donor == exchange.rank]
     for t in [block.x[0] for block in flat.blocks] + flat.rest():
         tag = exchange.collective_tag("uneven()")
         sent = t.contiguous().flatten()
         row = sent.view(torch.uint8)
-        if exchange.rank == source:
-            exchange.edges([(q, row) for q in to], [], tag, "uneven()").wait()
-        elif exchange.rank in to:
-            exchange.edges([], [(source, row)], tag, "uneven()").wait()
+        if exchange.rank in donors:
+            exchange.edges([], [(donors[exchange.rank], row)], tag, "uneven()").wait()
             _write(t, sent.reshape(t.shape))
+        else:
+            exchange.edges([(q, row) for q in to], [], tag, "uneven()").wait()
 
 
 def mean_row(block: Block, mixer: Mixer, what: str) -> Tensor:

@@ -367,15 +367,16 @@ class DecentralizedDataParallel(Wrapper):
             yield
             return
         self._stretches += 1
-        driver.stretch = Stretch(self._exchange, self._mixer, self.schedule, self._stretches, self.steps)
+        driver.stretch = stretch = Stretch(self._exchange, self._mixer, self.schedule, self._stretches, self.steps)
         try:
             yield
+            stretch.leave(self.steps, driver.idle_step)
+            driver.steps = stretch.rejoin(self.steps, self._flat)
         except BaseException:
-            driver.stretch.abandon()
-            driver.stretch = None
+            stretch.abandon()
             raise
-        driver.stretch.leave(self.steps, driver.idle_step)
-        driver.steps, driver.stretch = driver.stretch.rejoin(self.steps, self._flat), None
+        finally:
+            driver.stretch = None
 
     # --- Checkpoints -----------------------------------------------------------------------------------------------------
 

@@ -1,63 +1,70 @@
 """Uneven data: some workers run out of batches before others. They leave the graph, the others go on without them, and at the
-end all are together again. See ``leaving.py`` for how they agree on the step at which the graph changes."""
+end all are together again. See ``members/roster.py`` for how they agree on the step at which the graph changes."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
 
-from gossamer.members.leaving import Change, Leaving
+from gossamer.members.changes import Participation
+from gossamer.members.membership import Membership
+from gossamer.members.store import GivenSeat
 from gossamer.parallel import averaged
 from gossamer.rows.flat import Flat
-from gossamer.schedules import Schedule, rebuilt
+from gossamer.schedules import Schedule
 from gossamer.transport.exchange import Exchange
 from gossamer.transport.mixer import Mixer
 
+_GRACE = 0.3  # seconds (and two steps) that are given to the others to finish as well
 
-class Stretch:
-    """One stretch of training in which workers may do different numbers of steps."""
+
+class Stretch(Participation):
+    """One stretch of training in which workers may do different numbers of steps. Every worker makes one at the same step."""
 
     def __init__(self, exchange: Exchange, mixer: Mixer, planned: Schedule, number: int, step: int) -> None:
-        self.exchange, self.mixer, self.planned = exchange, mixer, planned
-        self.schedule = planned
-        self._leaving = Leaving(exchange.link, number, step)
+        super().__init__(exchange, mixer, planned)
+        self._membership = Membership(GivenSeat.at(exchange.link), f"uneven/{number}", exchange.link)
+        self._step, self._step_began, self._step_seconds = step, time.monotonic(), 0.0
 
-    def before(self, step: int) -> None:
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self.exchange.living
+
+    def before(self, step: int) -> int:
         """Before a step begins: change to the graph of those who are left, if this is the step for it."""
-        change = self._leaving.before(step)
-        if change is not None:
-            self._change(change)
-
-    def _change(self, change: Change) -> None:
-        if self.exchange.link.rank in change.living:
-            self._take_part(change.living, f"step {change.step}: workers {', '.join(map(str, change.living))} go on")
-
-    def _take_part(self, living: tuple[int, ...], reason: str) -> None:
-        self.exchange.living = living
-        self.mixer.resize()
-        self.schedule, note = rebuilt(self.planned, len(living), self.schedule)
-        self.planned.note(self.mixer.step, f"{self.schedule.describe()} over {len(living)}", reason + note)
+        now = time.monotonic()
+        if step > self._step:
+            self._step, self._step_seconds, self._step_began = step, now - self._step_began, now
+        if (turn := self._membership.before(step, self._timeout)) is not None:
+            self._take_part(turn)
+        return step
 
     def leave(self, step: int, exchange_only: Callable[[], int]) -> None:
-        self._leaving.leave(step, exchange_only, self._change)
+        """I have no more data; ``step`` would be my next. Returns when the others go on without me, or no worker goes on.
+        ``exchange_only`` does one step without training and returns the number of the next."""
+        membership = self._membership
+        membership.done(step, _GRACE + 2 * self._step_seconds)
+        while membership.idles(step, self._timeout):
+            self.before(step)
+            if membership.member.part.idles:
+                step = exchange_only()
 
     def rejoin(self, step: int, flat: Flat) -> int:
-        """When nobody has data left: all are in the graph again. Who left early takes over the parameters of one who stayed.
+        """When no worker has data left: all are in the graph again. Who left early takes over the parameters of one who stayed.
         Returns the step that all are at."""
         exchange = self.exchange
-        everyone = self._leaving.wait_for_all([step, exchange.collectives])
-        self._leaving.end()
-        exchange.living = tuple(range(exchange.link.size))
-        exchange.link.epoch += 1  # what was left lying around is not taken for something new
+        change, link, places = self._membership.reunion()
+        link.epoch += 1  # what was left lying around is not taken for something new
+        exchange.change(link, places)
+        exchange.collectives = 0  # alike on all
         self.mixer.resize()
-        last = max(steps for steps, _ in everyone)
-        exchange.collectives = max(count for _, count in everyone)
-        stayed = [q for q, (steps, _) in enumerate(everyone) if steps == last]
-        early = [q for q in range(exchange.size) if q not in stayed]
         with torch.no_grad():
-            averaged.hand_over(flat, exchange, stayed[0], early)
-        return last
+            averaged.hand_over(flat, exchange, change.joined)
+        self._membership.close(orderly=True)
+        exchange.gather(flat.blocks[0].x.new_zeros(1), "uneven()")  # all know it: now the process that holds the store may end
+        return change.step
 
     def abandon(self) -> None:
-        self._leaving.end()
+        self._membership.close(orderly=False)

@@ -356,9 +356,12 @@ class Exchange:
         self.guard = guard
         _open.add(self)
 
-    def change(self, link: Link) -> None:
-        """Another group, of the next epoch. Nothing is on its way."""
-        self.link, self.living, self.collectives = link, tuple(range(link.size)), _LATER
+    def change(self, link: Link, living: tuple[int, ...]) -> None:
+        """The next epoch: another group, or other places of this one. Nothing is on its way."""
+        self.living = living
+        if link is self.link:
+            return
+        self.link, self.collectives = link, _LATER
         self._early = {}
         self._departures = []
         self.limbo = [operation for operation in self.limbo if not operation.link.closed]
