@@ -25,7 +25,7 @@ from typing import Any
 
 from gossamer.errors import Evicted, GossamerError
 from gossamer.members.collectives import Collectives
-from gossamer.members.effects import Add, Build, Claim, Drop, Fly, Look, Pause, Put
+from gossamer.members.effects import Add, Build, Came, Claim, Drop, Fly, Look, Pause, Put
 from gossamer.members.member import Member
 from gossamer.members.roster import Event, Roster
 from gossamer.members.store import ENDS, TICKETS, ended_key
@@ -300,7 +300,11 @@ class Worker:
         world, member = self.world, self.member
         yield from self.before()
         group, members = member.epochs[member.part.epoch]
-        if len(members) > 1:
+        if world.gradients:
+            yield world.rng.random() * world.compute
+            for _ in range(1 + self.step % 2):
+                yield from self.collective("all-reduce", True)
+        elif len(members) > 1:
             m, me, link = len(members), members.index(self.ticket), member.members[group]
             tag = ("step", self.step)
             if world.slices:
@@ -405,9 +409,9 @@ class Worker:
         elif world.now - self.apart_since > APART and world.now - world.last_fault > APART:
             raise Violation(f"rank {self.rank} trains on alone at step {self.step}, {world.now - self.apart_since:.0f} s now")
 
-    def collective(self, what: str) -> Script:
+    def collective(self, what: str, acknowledged: bool = False) -> Script:
         member, world = self.member, self.world
-        rules = self.calls.complete(what, TIMEOUT)
+        rules = self.calls.complete(what, TIMEOUT, acknowledged)
         value: frozenset[int] | None = None
         result: Any = None
         while True:
@@ -423,13 +427,27 @@ class Worker:
                 flight = Flight(self, effect.epoch, ("collective", tag), others, others, True)
                 yield from self.wait(flight)
                 tickets = frozenset(member.members[effect.epoch][k] for k in effect.places)
-                result = not flight.lost.intersection(effect.places)
-                value = tickets if result else None
+                whole = not flight.lost.intersection(effect.places)
+                value = tickets if whole else None
+                result = Came(whole)
+                if effect.acknowledged and (yield from self.acknowledged(whole, effect.epoch, tag, others)):
+                    result = Came.EVERYWHERE
             else:
                 if type(effect) is Pause:
                     self.hand_out()
                 result = yield effect
         world.returned(self, (self.calls._epoch, self.calls._calls), value)
+
+    def acknowledged(self, whole: bool, epoch: int, tag: int, others: list[int]) -> Generator[Any, Any, bool]:
+        """All tell all others whether it came."""
+        said, members = self.world.said, self.member.members[epoch]
+        said[epoch, tag, self.ticket] = whole
+        flight = Flight(self, epoch, ("acknowledged", tag), others, others, False)
+        if not whole:
+            self.flight = None
+            return False
+        yield from self.wait(flight)
+        return flight.lost.isdisjoint(others) and all(said[epoch, tag, members[k]] for k in others)
 
 
 class World:
@@ -456,6 +474,8 @@ class World:
         self.half: set[tuple[int, int, int]] = set()  # the same, but only the first one notices
         self.builds: dict[int, dict[int, Worker]] = {}
         self.results: dict[Any, frozenset[int]] = {}
+        self.said: dict[tuple[int, int, int], bool] = {}  # (epoch, number, ticket): whether a mean of gradients came
+        self.gradients = random.Random(~seed).random() < 0.25  # are averaged in each step, instead of parameters
         self.last_fault = 0.0
         self.running = self.n
         self.workers = [Worker(self, rank, rank, False) for rank in range(self.n)]

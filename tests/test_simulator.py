@@ -28,18 +28,28 @@ def test_no_schedule_violates_what_survival_promises(part):
 MUTANTS = {
     "D1: the list of a decision is not looked at": (
         (collectives, "Collectives", "complete"),
-        "if member.ticket not in self._voters:",
-        "if not self._voters:",
+        'if member.ticket not in decision["living"]:',
+        'if not decision["living"]:',
     ),
     "D2: connections that broke are not taken over from a later epoch": (
         (collectives, "Collectives", "_decision"),
-        "newer = roster.epoch > self._group and",
+        "newer = roster.group > self._group and",
         "newer = False and",
     ),
     "D3: a peer that has lost me is waited for": (
         (member, "Member", "count_losses"),
         "roster.dead.union(*(pair for pair in pairs if me in pair))",
         "roster.dead.union(q for e, q in self.lost if e == epoch)",
+    ),
+    "gradients: a mean that came here is taken to have come everywhere": (
+        (collectives, "Collectives", "complete"),
+        "if came == Came.EVERYWHERE:",
+        "if came == Came.EVERYWHERE or (acknowledged and came):",
+    ),
+    "gradients: a worker that has passed is waited for": (
+        (collectives, "Collectives", "_decide"),
+        "if acknowledged and whole else []",
+        "if False else []",
     ),
     "a worker that was silent uses what came": (
         (member, "Member", "uncertain"),

@@ -73,7 +73,7 @@ class Participation:
 
 class Survival(Participation):
     """Of one model. ``capture()`` and ``restore(state)`` give and take all that a worker knows; ``signature`` must be the same.
-    ``look()``: what of the parameters is not finite."""
+    ``look()``: what of the parameters is not finite. ``equal``: replicas must be the same to the bit, because gradients are averaged."""
 
     def __init__(
         self,
@@ -86,9 +86,10 @@ class Survival(Participation):
         signature: dict[str, str],
         look: Callable[[], Fault | None],
         layout: Layout,
+        equal: bool = False,
     ) -> None:
         super().__init__(exchange, mixer, planned)
-        self.seat, self.joining, self._layout = seat, seat.joins, layout
+        self.seat, self.joining, self._layout, self._equal = seat, seat.joins, layout, equal
         _models.add(self)
         self._refuse_several()
         self._capture, self._restore, self._signature, self._look = capture, restore, signature, look
@@ -176,6 +177,18 @@ class Survival(Participation):
                 f"rank {self.seat.rank} can't join: it trains {len(_models)} models, and could enter them at different steps only; "
                 "then all would wait for each other"
             )
+
+    def _take_part(self, turn: Turn) -> None:
+        super()._take_part(turn)
+        change, rank = turn.change, self.seat.rank
+        if not self._equal:
+            return
+        # What a newcomer has is some steps old.
+        for newcomer, donor in change.joined.items():
+            if newcomer == rank and change.rejoined:
+                self._unpack(self._membership.take_again(change.members.index(donor), turn.link, self._timeout))
+            elif donor == rank:
+                self._membership.hand_out_again(change.members.index(newcomer), turn.link, self._copied())
 
     # --- The state for a newcomer -----------------------------------------------------------------------------------------
 

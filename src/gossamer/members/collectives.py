@@ -6,7 +6,11 @@ that all of them have built. That group may be of an epoch that begins with a la
 that broke, though no step can begin meanwhile.
 
 A worker that is not among the living of a decision has no result: it raises :class:`Evicted`.
-Collectives are rare (evaluation, logging, the end of training), so a few looks at the store cost nothing. A step has none.
+Collectives are rare (evaluation, logging, the end of training), so a few looks at the store cost nothing.
+
+A mean of gradients comes in each step. There the workers tell each other directly whether the mean came: a worker that hears it of all has
+*passed*, and asks no store. A worker that does not hear it of all votes. It may wait for the vote of a worker that has passed: then that
+worker votes on a later collective, is in a later step, or has finished. Each of these says that all workers have the mean.
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gossamer.errors import Evicted, GossamerError
-from gossamer.members.effects import Claim, Drop, Fly, Look, Pause, Put, Rules
-from gossamer.members.roster import DIVERGED
+from gossamer.members.effects import Came, Claim, Drop, Fly, Look, Pause, Put, Rules
+from gossamer.members.roster import DIVERGED, FINISHED
 
 if TYPE_CHECKING:
     from gossamer.members.member import Member
@@ -49,8 +53,8 @@ class Collectives:
             self._epoch, self._calls = epoch, 0
             self._group, self._voters = self._member.epochs.get(epoch, (-1, (self._member.ticket,)))
 
-    def complete(self, what: str, timeout: float) -> Rules[tuple[int, ...]]:
-        """Returns the tickets of the members that live and have the result."""
+    def complete(self, what: str, timeout: float, acknowledged: bool = False) -> Rules[tuple[int, ...]]:
+        """Returns the tickets of the members that live and have the result. ``acknowledged``: a mean of gradients."""
         member = self._member
         self._begin_epoch()
         self._calls += 1
@@ -59,19 +63,21 @@ class Collectives:
             attempt += 1
             self._refuse_evicted(what)
             places = member.members[self._group]
-            whole: bool = yield Fly(self._group, tuple(places.index(q) for q in self._voters))
+            came: Came = yield Fly(self._group, tuple(places.index(q) for q in self._voters), acknowledged)
+            if came == Came.EVERYWHERE:
+                return self._voters
             name = f"{self._prefix}/{self._epoch}/{self._calls}/{attempt}"
-            decision = yield from self._decide(name, what, whole, deadline)
+            decision = yield from self._decide(name, what, bool(came), deadline, acknowledged)
             if "error" in decision:
                 raise GossamerError(f"rank {member.rank}: {decision['error']}")
-            self._voters = tuple(decision["living"])
-            if member.ticket not in self._voters:
+            self._voters = tuple(decision.get("voters", decision["living"]))
+            if member.ticket not in decision["living"]:
                 raise self._evicted(what)
             if decision["done"]:
                 return self._voters
             self._group = decision["group"]
 
-    def _decide(self, name: str, what: str, whole: bool, deadline: float) -> Rules[Mapping[str, Any]]:
+    def _decide(self, name: str, what: str, whole: bool, deadline: float, acknowledged: bool) -> Rules[Mapping[str, Any]]:
         member = self._member
         if self._voters == (member.ticket,):
             self._refuse_evicted(what)  # it may have joined others meanwhile that went on without it
@@ -85,7 +91,12 @@ class Collectives:
             votes = {}
             for q in self._voters:
                 votes[q] = yield Look(f"{name}/{q}")
-            decision = self._decision(votes)
+            decision = self._decision(votes, acknowledged)
+            # A worker passes only if this one has said that it has the result.
+            silent = [q for q, vote in votes.items() if vote is None] if acknowledged and whole else []
+            if silent and (yield from self._passed(silent)):
+                dead = member.part.roster.dead
+                decision = {"done": True, "living": [q for q in self._voters if q not in dead], "voters": self._voters}
             if decision is not None:
                 text = yield Claim(decided, json.dumps(decision))
                 break
@@ -96,7 +107,20 @@ class Collectives:
         result: Mapping[str, Any] = json.loads(text)
         return result
 
-    def _decision(self, votes: Mapping[int, str | None]) -> dict[str, Any] | None:
+    def _passed(self, silent: list[int]) -> Rules[bool]:
+        """Whether one of these, which have not voted, went on because all workers have the result."""
+        member = self._member
+        for q in silent:
+            if member.part.roster.why.get(q) == FINISHED:
+                return True
+            if (yield Look(f"{self._prefix}/{self._epoch}/{self._calls + 1}/1/{q}")) is not None:
+                return True
+            beat = (yield Look(member.beat_key(q))) or ""
+            if beat and int(beat.split()[1]) > member.step:
+                return True
+        return False
+
+    def _decision(self, votes: Mapping[int, str | None], acknowledged: bool = False) -> dict[str, Any] | None:
         """None: something has to happen first. A vote is missing, or the connections that broke are not made anew yet. An evicted worker
         has no say."""
         roster = self._member.part.roster
@@ -111,7 +135,11 @@ class Collectives:
                 return None
             shown = ", ".join(f"rank {roster.ranks[q]} is in {said[q][1]}" for q in living)
             return {"error": f"{shown}: collectives must be called by all workers, in the same order"}
-        if set(votes.values()) == {f"1 {said[living[0]][1]}"}:
+        # A mean of gradients may count workers that died since. A worker that passed knows nothing of that yet. So all go on as it does,
+        # with the same voters.
+        if acknowledged and all(said[q][0] == "1" for q in living):
+            return {"done": True, "living": living, "voters": self._voters}
+        if all(q in said and said[q][0] == "1" for q in self._voters):
             return {"done": True, "living": living}
         newer = roster.group > self._group and set(roster.members).issuperset(living)
         if len(living) == len(self._voters) and not newer:

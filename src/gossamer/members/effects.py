@@ -8,6 +8,7 @@ and a clock of its own, so it can run thousands of schedules in a second.
 from __future__ import annotations
 
 from collections.abc import Generator
+from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
 from gossamer.members.roster import Roster
@@ -54,11 +55,21 @@ class Build(NamedTuple):
     roster: Roster
 
 
+class Came(IntEnum):
+    """What a worker knows after one try of a collective: not all of it came; all of it came here; all of it came everywhere."""
+
+    NOT = 0
+    HERE = 1
+    EVERYWHERE = 2
+
+
 class Fly(NamedTuple):
-    """Do a collective once, with these places of the link of a group (its ``epoch``). The result is whether all of it came."""
+    """Do a collective once, with these places of the group's link. The result is what came. ``acknowledged``: workers also tell each other
+    whether it came."""
 
     epoch: int
     places: tuple[int, ...]
+    acknowledged: bool = False
 
 
 Effect = Look | Put | Claim | Add | Drop | Pause | Build | Fly

@@ -9,27 +9,28 @@ import torch
 from gossamer.transport.link import Link, Message, Tag
 
 _CHUNK = 1 << 20
-_NUMBER = 1023  # the last collective's: nobody is near it while a group is new
+_NUMBERS = {False: 127, True: 126}  # the last collectives' numbers: no worker is near them while a group is new
 
 
-def send(link: Link, peer: int, state: bytes) -> None:
+def send(link: Link, peer: int, state: bytes, again: bool = False) -> None:
+    """``again``: once more over the same group, when its first step begins."""
     data = torch.frombuffer(bytearray(state), dtype=torch.uint8)
     size = torch.tensor([len(data)])
-    _wait(link, link.post([Message(peer, _tag(link, 0), size)], []))
-    messages = [Message(peer, _tag(link, k + 1), piece) for k, piece in enumerate(data.split(_CHUNK))]
+    _wait(link, link.post([Message(peer, _tag(link, 0, again), size)], []))
+    messages = [Message(peer, _tag(link, k + 1, again), piece) for k, piece in enumerate(data.split(_CHUNK))]
     _wait(link, link.post(messages, []))
 
 
-def receive(link: Link, peer: int) -> bytes:
+def receive(link: Link, peer: int, again: bool = False) -> bytes:
     size = torch.zeros(1, dtype=torch.int64)
-    _wait(link, link.post([], [Message(peer, _tag(link, 0), size)]))
+    _wait(link, link.post([], [Message(peer, _tag(link, 0, again), size)]))
     data = torch.empty(int(size), dtype=torch.uint8)
-    _wait(link, link.post([], [Message(peer, _tag(link, k + 1), piece) for k, piece in enumerate(data.split(_CHUNK))]))
+    _wait(link, link.post([], [Message(peer, _tag(link, k + 1, again), piece) for k, piece in enumerate(data.split(_CHUNK))]))
     return data.numpy().tobytes()
 
 
-def _tag(link: Link, part: int) -> int:
-    return Tag(link.epoch, True, _NUMBER).part(part)
+def _tag(link: Link, part: int, again: bool) -> int:
+    return Tag(link.epoch, True, _NUMBERS[again]).part(part)
 
 
 def _wait(link: Link, works: list[tuple[int, Any]]) -> None:

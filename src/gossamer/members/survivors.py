@@ -22,7 +22,7 @@ from typing import Any
 from gossamer.errors import GossamerError
 from gossamer.members import handover
 from gossamer.members.collectives import Collectives
-from gossamer.members.effects import Build, Effect, Fly, Look, Pause, in_store
+from gossamer.members.effects import Build, Came, Effect, Fly, Look, Pause, in_store
 from gossamer.members.membership import LEAVE, End, Membership, Turn
 from gossamer.members.roster import Roster
 from gossamer.members.store import TICKETS, Seat, successor_key
@@ -71,6 +71,28 @@ class Survivors(Membership):
         pack = self._capture()
         for place, link in wanted:
             self._start_helper(_send, link, place, pack, name="gossamer-handover")
+
+    def hand_out_again(self, place: int, link: Link, pack: Callable[[], bytes]) -> None:
+        """A newcomer gets my state of just before its first step. It is sent in the background: the newcomer may be gone again."""
+        self._start_helper(_send, link, place, pack, True, name="gossamer-handover")
+
+    def take_again(self, place: int, link: Link, timeout: float) -> bytes:
+        """The same, for the newcomer."""
+        arrived: list[bytes] = []
+
+        def take() -> None:
+            with contextlib.suppress(RuntimeError):
+                arrived.append(handover.receive(link, place, again=True))
+
+        self._start_helper(take, name="gossamer-handover")
+        helper, deadline = self._helpers[-1], time.monotonic() + timeout
+        while helper.is_alive() and place not in self.losses(link).gone and time.monotonic() < deadline:
+            helper.join(0.05)
+        if not arrived:
+            raise GossamerError(
+                f"rank {self.seat.rank} could not join: rank {link.names[place]} was lost while it handed its state over"
+            )
+        return arrived[0]
 
     def join(self, timeout: float, load: Callable[[bytes], object]) -> Turn:
         """Take part, as new: returns when the others know the step from which on I do. ``load`` takes over the state that was sent."""
@@ -186,22 +208,26 @@ class Survivors(Membership):
     def blind(self) -> bool:
         return self.store_gone is not None
 
-    def complete(self, what: str, timeout: float, fly: Callable[[Link, tuple[int, ...]], bool]) -> bool:
+    def complete(
+        self, what: str, timeout: float, fly: Callable[[Link, tuple[int, ...]], Came], acknowledged: bool = False
+    ) -> bool:
         """A collective; see :class:`Collectives`. False if the store is gone."""
-        rules = self._collectives.complete(what, timeout)
-        whole: bool | None = None
+        rules = self._collectives.complete(what, timeout, acknowledged)
+        came: Came | None = None
 
         def go_on(store: Any) -> Fly | End[tuple[int, ...]]:
-            return self._carry_out(rules, store, whole)
+            return self._carry_out(rules, store, came)
 
         try:
             while not self.blind:
-                now = self._votes.ask(go_on, timeout + 1)  # the rules give up by themselves, as long as the store answers
+                # The rules ask for nothing of the store before the first try, nor if all workers have the result. Otherwise they give up by
+                # themselves, as long as the store answers.
+                now = go_on(None) if came in (None, Came.EVERYWHERE) else self._votes.ask(go_on, timeout + 1)
                 if isinstance(now, End):
                     return True
                 with self._lock:
                     link = self._links[now.epoch]
-                whole = fly(link, now.places)
+                came = fly(link, now.places)
         except RuntimeError as error:
             self._without_store(error)
         except Silent as error:
@@ -290,6 +316,6 @@ class Survivors(Membership):
         self._wake.set()
 
 
-def _send(link: Link, place: int, pack: Callable[[], bytes]) -> None:
+def _send(link: Link, place: int, pack: Callable[[], bytes], again: bool = False) -> None:
     with contextlib.suppress(RuntimeError):  # it is gone again; then the proposal is void
-        handover.send(link, place, pack())
+        handover.send(link, place, pack(), again)

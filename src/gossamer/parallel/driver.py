@@ -6,6 +6,7 @@ a GradScaler that leaves a step out, workers that run out of data, members that 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.errors import Diverged, GossamerError
+from gossamer.errors import Diverged, Evicted, GossamerError
 from gossamer.graphs import Graph
 from gossamer.graphs.rounds import identity
 from gossamer.members.changes import Survival
@@ -187,7 +188,8 @@ class Driver:
     def after_backward(self) -> None:
         self._begin()
         self._synced, self._means = True, self._means + 1
-        self._run(self.method.after_backward)
+        with contextlib.suppress(Evicted):  # with its next step this worker takes over the state of another one
+            self._run(self.method.after_backward)
 
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if self.averaged:

@@ -109,8 +109,6 @@ class DecentralizedDataParallel(Wrapper):
             method = method or ALL_REDUCE
         chosen = method_of(method) if method is not None else None
         self.averages_gradients = chosen is not None and chosen.averages == "gradients"
-        if self._seat is not None and self._seat.joins and self.averages_gradients:
-            raise GossamerError("with graph='all-reduce' nobody can come back: all workers need all others in each step")
         self.rank = self._seat.rank if self._seat else link.rank if link else 0
         mixer = self._mixer = Mixer(self._exchange.size if self._exchange else 1, self._exchange, wire, send_copy)
         mixer.check_finite = check_finite
@@ -251,7 +249,7 @@ class DecentralizedDataParallel(Wrapper):
         )
         self._driver.attach(optimizers, scaler)
         self._driver.profile_every, self._driver.on_profile = profile_every or 0, on_profile
-        if self._seat is not None and self._exchange is not None and not self.averages_gradients:
+        if self._seat is not None and self._exchange is not None:
             self._survive(self._seat, self._exchange, also or {}, on_change)
 
     def _survive(
@@ -271,6 +269,7 @@ class DecentralizedDataParallel(Wrapper):
                 {**signature, "wire": self._mixer.wire.name, "the optimizers": optimizers},
                 driver.fault,
                 self._layout,
+                self.averages_gradients,
             )
             if seat.joins:
                 driver.steps = driver.survival.position()

@@ -176,10 +176,18 @@ class Exchange:
 
         return everyone if self.complete(start, what) else self.reachable(row, what)
 
-    def complete(self, start: Callable[[], Operation], what: str, sound: Callable[[], bool] | None = None) -> bool:
+    def complete(
+        self,
+        start: Callable[[], Operation],
+        what: str,
+        sound: Callable[[], bool] | None = None,
+        acknowledged: bool = False,
+    ) -> bool:
         """A collective. With a guard, all members that live have it in the end, or it is an error: if one is lost, ``start`` is called
         again, with fewer ``living``, and perhaps on another link. False if no worker can say any more who lives: then it is for
-        :meth:`reachable`. ``sound``: with a guard, whether the result is of use; the worker that spoils it must leave."""
+        :meth:`reachable`. ``sound``: with a guard, whether the result is of use; the worker that spoils it must leave.
+        ``acknowledged``: for what comes in each step; with a guard, workers tell each other that they have it, and ask the store only
+        if they do not."""
         guard = self.guard
         self._calls += 1
         if guard is None or self.link.alone:
@@ -187,22 +195,35 @@ class Exchange:
             return True
         home = self.link, self.living, self.collectives
 
-        def fly(link: Link, places: tuple[int, ...]) -> bool:
+        def fly(link: Link, places: tuple[int, ...]) -> int:
             if link is not self.link:  # of an epoch that begins later
                 self.collectives = self._early.get(link.epoch, 0)
             self.link, self.living = link, places
             operation = start()
+            operation.wait()
+            whole = not operation.lost.intersection(places) and (sound is None or sound())
+            everywhere = acknowledged and self._acknowledged(whole, what)
             if link is not home[0]:
                 self._early[link.epoch] = self.collectives
-            operation.wait()
-            return not operation.lost.intersection(places) and (sound is None or sound())
+            return whole + everywhere
 
         try:
-            return guard.complete(what, home[0].timeout, fly)
+            return guard.complete(what, home[0].timeout, fly, acknowledged)
         finally:
             if self.link is home[0]:
                 home = (*home[:2], self.collectives)
             self.link, self.living, self.collectives = home
+
+    def _acknowledged(self, whole: bool, what: str) -> bool:
+        """All workers tell all others whether it came. Returns whether it came everywhere."""
+        others = [q for q in range(self.size) if q != self.rank]
+        mine, theirs = torch.tensor([whole], dtype=torch.uint8), torch.zeros(self.size, 1, dtype=torch.uint8)
+        theirs[self.rank] = whole
+        operation = self.edges([(q, mine) for q in others], [(q, theirs[q]) for q in others], self.collective_tag(what), what)
+        if not whole:
+            return False  # others may be a collective behind, and wait for this worker's vote: they are not waited for
+        operation.wait()
+        return operation.lost.isdisjoint(self.living) and bool(theirs.all())
 
     def reachable(self, row: Tensor, what: str) -> Tensor:
         """The rows of those whom I can reach, mine among them, ``[some, …]`` in the order of ranks. For when the members can't agree any

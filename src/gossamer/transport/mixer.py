@@ -316,7 +316,7 @@ class Mixer:
         if exchange is None:
             return
         if exchange.guard is not None:
-            row.copy_(self.mean(row, what))
+            row.copy_(self.mean(row, what, acknowledged=True))
             return
         # What is sent has left before anything comes back, so one buffer is enough.
         everyone, rows = Mean(exchange.size), row.unsqueeze(0)
@@ -325,8 +325,14 @@ class Mixer:
 
     @torch.inference_mode(False)  # a thread writes to what is made here, and it is in no inference mode
     @torch.no_grad()
-    def mean(self, row: Tensor, what: str = "mean()", sound: Callable[[Tensor], bool] | None = None) -> Tensor:
-        """The mean over all processes of a flat tensor. ``sound``: see :meth:`Exchange.complete`."""
+    def mean(
+        self,
+        row: Tensor,
+        what: str = "mean()",
+        sound: Callable[[Tensor], bool] | None = None,
+        acknowledged: bool = False,
+    ) -> Tensor:
+        """The mean over all processes of a flat tensor. ``sound``, ``acknowledged``: see :meth:`Exchange.complete`."""
         exchange = self.exchange
         if exchange is None or row.numel() == 0:
             return row
@@ -345,7 +351,7 @@ class Mixer:
                 what=what,
             )
 
-        done = exchange.complete(start, what, sound and (lambda: sound(out)))
+        done = exchange.complete(start, what, sound and (lambda: sound(out)), acknowledged)
         return out if done else exchange.reachable(row, what).mean(dim=0)
 
     def gather(self, rows: Tensor, what: str = "profile") -> Tensor:

@@ -54,9 +54,11 @@ class Guard(Protocol):
     def lose(self, link: Link, rank: int, why: str) -> None:
         """The connection to one of them broke."""
 
-    def complete(self, what: str, timeout: float, fly: Callable[[Link, tuple[int, ...]], bool]) -> bool:
-        """A collective. ``fly(link, places)`` does one try, and says whether all of it came. False if the store is gone: then no worker can
-        say who lives."""
+    def complete(
+        self, what: str, timeout: float, fly: Callable[[Link, tuple[int, ...]], Any], acknowledged: bool = False
+    ) -> bool:
+        """A collective. ``fly(link, places)`` does one try, and says what came: 0, not all of it; 1, all of it here; 2, all of it
+        everywhere. False if the store is gone: then no worker can say who lives."""
 
     def close(self, orderly: bool) -> None:
         """This worker leaves: it has finished, or ends with an error."""
