@@ -8,7 +8,21 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import torch
 
+from tests.pool import Pool, by_size
+
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    by_size(items)
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Workers for the cases of ``on_workers``."""
+    started = Pool()
+    yield started
+    started.close()
 
 
 @pytest.fixture

@@ -18,14 +18,12 @@ class Worker:
     err: str
 
 
-def start(
-    p: int, command: Sequence[object], env: dict[str, str] | None = None, only: Sequence[int] | None = None
-) -> list[subprocess.Popen]:
-    """``command`` (after the interpreter) in p processes; ``only``: the ranks that are really started."""
+def environment(p: int = 1) -> dict[str, str]:
+    """What torchrun tells all of p workers of one host."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    base = os.environ | {
+    return os.environ | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(p),
@@ -33,10 +31,22 @@ def start(
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
     }
+
+
+def seat(rank: int) -> dict[str, str]:
+    """What torchrun tells one of them."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
+def start(
+    p: int, command: Sequence[object], env: dict[str, str] | None = None, only: Sequence[int] | None = None
+) -> list[subprocess.Popen]:
+    """``command`` (after the interpreter) in p processes; ``only``: the ranks that are really started."""
+    base = environment(p)
     return [
         subprocess.Popen(
             [sys.executable, *map(str, command)],
-            env=base | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (env or {}),
+            env=base | seat(rank) | (env or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
