@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from gossamer import DecentralizedDataParallel, GossamerError, Recipe, Settings, Trainer, graphs
-from gossamer.methods import METHODS, GradientTracking, Method, PushSum, Step, method
+from gossamer.dbench.spec import build
+from gossamer.methods import METHODS, Averaging, GradientTracking, Method, PushSum, Step, method
 from gossamer.optim import BlockOptimizer
 from gossamer.rows.replicas import Replicas
 from gossamer.rows.vector import Gradients, Parameters
@@ -423,3 +424,77 @@ def test_a_directed_graph_of_networkx_splits_a_row_between_its_receivers():
 def test_a_degree_that_is_out_of_range_is_named(n, degree):
     with pytest.raises(GossamerError, match=f"degree={degree:g} is out of range for n={n}; it is from 1 to {n - 1}"):
         graphs.directed_random(n, degree=degree)
+
+
+# --- One description of how to average ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "spelled"),
+    [
+        ("ring", "ring"),
+        ("ring, atc", "ring, atc"),
+        ("ring, dsgd-atc, H=1", "ring, atc"),
+        ("one-peer-exponential, qgm:beta=0.5, bfloat16, H=4", "one-peer-exponential, qgm:beta=0.5, bfloat16, H=4"),
+        ("allreduce", "all-reduce"),
+        ("centralized", "all-reduce"),
+        ("all-reduce, H=4", "all-reduce"),
+    ],
+)
+def test_a_way_to_average_has_one_spelling(text, spelled):
+    made = Averaging.parse(text)
+    assert made.describe() == spelled
+    assert Averaging.parse(spelled) == made
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "ring, sideways",
+            "method 'ring, sideways': 'sideways' is not known; after a graph may stand a method .*bfloat16, or H=4",
+        ),
+        ("ring, H=0", "local_steps=0: workers average every that many steps, so it is at least 1"),
+        ("ring, qgm:beta=x", "method 'qgm:beta=x': beta='x' is not a number"),
+    ],
+)
+def test_a_wrong_way_to_average_is_one_line(text, message):
+    with pytest.raises(GossamerError, match=message):
+        Averaging.parse(text)
+
+
+def test_a_spec_says_what_the_library_says():
+    spec = build(
+        {
+            "name": "x",
+            "replicas": [4],
+            "methods": [
+                "ring, qgm:beta=0.5, bfloat16, H=4",
+                {"name": "b", "graph": "ring", "wire": "bfloat16", "local_steps": 2},
+            ],
+            "task": {"name": "mine", "epochs": 1, "batch": 4},
+        }
+    )
+    settings = [spec.settings(cell) for cell in spec.cells()]
+    assert [(s.algorithm, s.wire, s.local_steps) for s in settings] == [
+        ("qgm:beta=0.5", "bfloat16", 4),
+        ("dsgd-atc", "bfloat16", 2),
+    ]
+    assert spec.methods[0].topology == "ring"
+    with pytest.raises(GossamerError, match="wire='bfloat17' is not known; rows travel as 'float32' or 'bfloat16'"):
+        build({**spec.model_dump(), "methods": [{"name": "ring", "wire": "bfloat17"}]})
+
+
+def test_a_trainer_averages_every_so_many_steps():
+    toy = task(lambda: mlp().double())
+    toy = type(toy)("toy", toy.build, (toy.train[0].double(), toy.train[1]), (toy.test[0].double(), toy.test[1]))
+    settings = Settings(4, 1, 8, optimizer=Recipe("sgd", 0.05), local_steps=3, backend="loop", init="different")
+    trainer = Trainer(toy, settings, "complete")
+    together = []
+    for step in range(6):
+        trainer.run(until=step + 1)
+        x = trainer.replicas.blocks[0].x
+        together.append(bool(torch.allclose(x, x[:1], atol=1e-12)))
+    assert together == [False, False, True, False, False, True]
+    with pytest.raises(GossamerError, match="'ada-auto' decides by itself how often to average"):
+        Trainer(toy, settings, "ada-auto")

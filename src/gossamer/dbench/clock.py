@@ -77,7 +77,9 @@ def _clocked(spec: Spec, task: Task) -> tuple[Cluster, Workload]:
 
 def _method(spec: Spec, method: MethodPart) -> Method:
     """Centralized training is what DDP does; the others run as the library would, in the spec's order."""
-    return DDP() if method.centralized else Gossip(method.topology, order=_order(spec, method))
+    if method.centralized:
+        return DDP()
+    return Gossip(method.topology, order=_order(spec, method), wire=method.wire, local_steps=method.local_steps)
 
 
 def _order(spec: Spec, method: MethodPart) -> Literal["awc", "atc"]:

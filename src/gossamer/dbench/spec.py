@@ -16,6 +16,7 @@ from gossamer.dbench import failures as failing
 from gossamer.dbench.failures import NONE, EventPart, FailuresPart
 from gossamer.errors import GossamerError
 from gossamer.members.outages import Outage
+from gossamer.methods import Averaging
 from gossamer.methods import method as parse_method
 from gossamer.optim import Recipe
 from gossamer.optim.learning_rates import Constant, InverseSqrt, LearningRate, Scaling, Shape, StepDecay, WarmupCosine
@@ -121,8 +122,9 @@ class ClockPart(_Part):
 
 
 class MethodPart(_Part):
-    """``graph``: a graph's name or ada with its parameters (default: the method's own name). The others override what the spec
-    says for all methods; ``options`` are added to those of the optimizer."""
+    """``graph``: a graph's name or ada with its parameters (default: the method's own name). ``wire`` (float32 or bfloat16) and
+    ``local_steps`` (average every that many steps): as in the library. The others override what the spec says for all methods;
+    ``options`` are added to those of the optimizer."""
 
     name: str = Field(min_length=1)
     graph: str | None = None
@@ -131,6 +133,13 @@ class MethodPart(_Part):
     options: dict[str, Any] = Field(default_factory=dict)
     lr: float | None = Field(None, gt=0, allow_inf_nan=False)
     scaling: Scaling | None = None
+    wire: str = "float32"
+    local_steps: int = Field(1, ge=1)
+
+    @field_validator("wire")
+    @classmethod
+    def _wire(cls, value: str) -> str:
+        return Averaging("complete", wire=value).wire
 
     @field_validator("optimizer")
     @classmethod
@@ -144,6 +153,14 @@ class MethodPart(_Part):
     @property
     def topology(self) -> str:
         return "complete" if self.centralized else self.graph or self.name
+
+
+def _named(text: str) -> dict[str, Any]:
+    if ", " not in text:
+        return {"name": text}
+    how = Averaging.parse(text)
+    rule = {"algorithm": how.method.describe()} if how.method is not None else {}
+    return {"name": text, "graph": how.graph, "wire": how.wire, "local_steps": how.every} | rule
 
 
 @dataclass(frozen=True)
@@ -178,9 +195,9 @@ class Spec(_Part):
     @field_validator("methods", mode="before")
     @classmethod
     def _short_methods(cls, value: Any) -> Any:
-        """``"ring"`` is short for ``{name = "ring"}``."""
+        """``"ring"`` is short for ``{name = "ring"}``, and ``"ring, qgm, bfloat16, H=4"`` for all four."""
         return (
-            [{"name": item} if isinstance(item, str) else item for item in value] if isinstance(value, (list, tuple)) else value
+            [_named(item) if isinstance(item, str) else item for item in value] if isinstance(value, (list, tuple)) else value
         )
 
     @field_validator("replicas", "seeds")
@@ -275,6 +292,8 @@ class Spec(_Part):
             profile_every=self.profile.every,
             batch_norm=self.task.batch_norm,
             outages=self.outages(cell),
+            wire=method.wire,
+            local_steps=method.local_steps,
         )
 
     def _recipe(self, method: MethodPart, lr: float) -> Recipe:

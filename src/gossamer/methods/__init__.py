@@ -5,6 +5,7 @@ gradients and of its own state, and ``mix``, which averages any of them with the
 """
 
 from gossamer.methods.allreduce import AllReduce
+from gossamer.methods.averaging import Averaging
 from gossamer.methods.base import ALL_REDUCE, METHODS, Method, method
 from gossamer.methods.choco import Choco
 from gossamer.methods.gossip import AdaptThenCombine, AdaptWhileCombine
@@ -20,6 +21,7 @@ __all__ = [
     "AdaptThenCombine",
     "AdaptWhileCombine",
     "AllReduce",
+    "Averaging",
     "Choco",
     "GradientTracking",
     "Method",

@@ -98,6 +98,11 @@ class Method:
         """Before a step: other replicas take part than in the last one, or with another graph. Newcomers have the state of a donor."""
 
 
+def known(name: str) -> str:
+    """The canonical name of a method, for any of its names."""
+    return _ALIASES.get(name, name)
+
+
 def method(text: str | Method) -> Method:
     """``"atc"``, ``"qgm:beta=0.9"`` … or a Method."""
     if isinstance(text, Method):
@@ -105,5 +110,5 @@ def method(text: str | Method) -> Method:
     if not isinstance(text, str):
         raise GossamerError(f"method={text!r}: a method is a name such as 'atc', or a Method")
     name, colon, options = text.partition(":")
-    made: Any = METHODS.make(_ALIASES.get(plain_name(name), name) + colon + options)
+    made: Any = METHODS.make(known(plain_name(name)) + colon + options)
     return made

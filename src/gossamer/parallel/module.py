@@ -36,7 +36,7 @@ from gossamer.graphs import Graph, plain_name, told_hosts
 from gossamer.members.changes import Survival
 from gossamer.members.roster import Change
 from gossamer.members.store import Seat, open_link
-from gossamer.methods import ALL_REDUCE, Method, SharedMomentum
+from gossamer.methods import ALL_REDUCE, Averaging, Method, SharedMomentum
 from gossamer.methods import method as method_of
 from gossamer.optim import momentum
 from gossamer.parallel import averaged
@@ -95,26 +95,22 @@ class DecentralizedDataParallel(Wrapper):
         if order is not None:
             check_choice("order", order, ("awc", "atc"))
         check_choice("init", init, ("broadcast", "keep"))
-        if local_steps < 1:
-            raise GossamerError(f"local_steps={local_steps}: workers average every that many steps, so it is at least 1")
         if order is not None and method is not None:
             raise GossamerError(f"order={order!r} and method={method!r} say the same thing; give method alone")
+        how = Averaging.of(graph, method or order, wire, local_steps)
         refuse_unfit(module)
         self.module = module
         self._flat = Flat(self._bare())
         link = open_link(self._flat.device, timeout, joins=True)
         self._exchange = Exchange(link) if link else None
         self._seat = Seat.taken() if self._exchange is not None and self._flat.device.type == "cpu" else None
-        if isinstance(graph, str) and plain_name(graph) == ALL_REDUCE:
-            method = method or ALL_REDUCE
-        chosen = method_of(method) if method is not None else None
-        self.averages_gradients = chosen is not None and chosen.averages == "gradients"
+        self.averages_gradients = how.averages_gradients
         self.rank = self._seat.rank if self._seat else link.rank if link else 0
         mixer = self._mixer = Mixer(self._exchange.size if self._exchange else 1, self._exchange, wire, send_copy)
         mixer.check_finite = check_finite
         planned = self._seat.size if self._seat else mixer.n
-        self.schedule = schedule("complete" if self.averages_gradients else _per_host(graph), planned, (ALL_REDUCE, "auto"))
-        self.method = chosen or method_of(order or self.schedule.order)
+        self.schedule = schedule(_per_host(how.graph), planned, (ALL_REDUCE, "auto"))
+        self.method = how.method or method_of(self.schedule.order)
         self.local_steps, self.send_copy = local_steps, send_copy
         if self.schedule.by_epoch and not (epochs and steps_per_epoch):
             raise GossamerError(
@@ -126,8 +122,7 @@ class DecentralizedDataParallel(Wrapper):
                 f"local_steps={local_steps}: {self.schedule.describe()!r} decides by itself how often to average; leave it at 1"
             )
         rule = SharedMomentum(self.method) if self.schedule.shares_momentum else self.method
-        every = 1 if self.averages_gradients else local_steps
-        drive = Driver(self._flat, mixer, rule, self.schedule, self.rank, every, epochs or 1, steps_per_epoch)
+        drive = Driver(self._flat, mixer, rule, self.schedule, self.rank, how.every, epochs or 1, steps_per_epoch)
         self._driver = drive
         if self.schedule.watches and self._exchange is not None:
             mixer.probe = Probe(self._exchange, _weakly(drive.rate), _weakly(drive.learnt))

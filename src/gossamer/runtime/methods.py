@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gossamer.errors import GossamerError
-from gossamer.graphs import Graph, told_hosts
+from gossamer.graphs import Graph, plain_name, told_hosts
+from gossamer.methods import ALL_REDUCE, Averaging
 from gossamer.schedules import AdaAuto, Order, Schedule, schedule
-
-ALL_REDUCE = "all-reduce"
 
 
 @dataclass(frozen=True)
@@ -50,14 +49,13 @@ class Gossip(Method):
 
     graph: str | Graph | Schedule = "one-peer-exponential"
     order: Order = "awc"
-    wire: Literal["float32", "bfloat16"] = "float32"
+    wire: str = "float32"
     local_steps: int = 1
     send_copy: bool = False
     verb: Literal["auto", "edges", "slices"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.local_steps < 1:
-            raise GossamerError(f"local_steps={self.local_steps}: workers average every that many steps, so it is at least 1")
+        Averaging(self.graph, wire=self.wire, every=self.local_steps)  # checked there
 
     @property
     def label(self) -> str:
@@ -127,23 +125,18 @@ def parse(text: str) -> Method:
         return StochasticGradientPush()
     if name.startswith("decent-dp"):
         return DecentDP(name.partition(":")[2].strip() or "hypercube")
-    atc = name.endswith(" (atc)")
-    graph = name.removesuffix(" (atc)")
-    by_itself = graph.partition(":")[0].strip().lower() == "ada-auto"
-    chosen: dict[str, object] = {"graph": graph, "order": "atc" if atc else AdaAuto.order if by_itself else Schedule.order}
-    for option in options:
-        if option in ("awc", "atc"):
-            chosen["order"] = option
-        elif option in ("float32", "bfloat16"):
-            chosen["wire"] = option
-        elif option in ("edges", "slices"):
-            chosen["verb"] = option
-        elif option == "send_copy":
-            chosen["send_copy"] = True
-        elif option.startswith("H=") and option[2:].isdigit():
-            chosen["local_steps"] = int(option[2:])
-        else:
-            raise GossamerError(
-                f"method {text!r}: {option!r} is not known; after a graph may stand atc, bfloat16, H=4, send_copy, edges or slices"
-            )
-    return Gossip(**chosen)  # type: ignore[arg-type]
+    verbs = [option for option in options if option in ("edges", "slices")]
+    own: dict[str, object] = {"send_copy": "send_copy" in options, "verb": verbs[0] if verbs else "auto"}
+    how = Averaging.parse(
+        ", ".join([name.replace(" (atc)", ", atc"), *(o for o in options if o not in ("send_copy", "edges", "slices"))])
+    )
+    if how.averages_gradients:
+        return Gossip(ALL_REDUCE, **own)  # type: ignore[arg-type]
+    assert isinstance(how.graph, str)
+    by_itself = plain_name(how.graph) == "ada-auto"
+    order = how.method.name if how.method is not None else AdaAuto.order if by_itself else Schedule.order
+    if order not in ("awc", "atc"):
+        raise GossamerError(
+            f"method {text!r}: the runtime model knows awc and atc; what {order!r} takes beside them is not in it"
+        )
+    return Gossip(how.graph, order, how.wire, how.every, **own)  # type: ignore[arg-type]

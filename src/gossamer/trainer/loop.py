@@ -24,8 +24,9 @@ from gossamer.data.sources import source
 from gossamer.data.tasks import Task
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph
+from gossamer.graphs.rounds import identity
 from gossamer.members.outages import Attendance, Outage, donors
-from gossamer.methods import SharedMomentum, Step, method
+from gossamer.methods import Averaging, SharedMomentum, Step
 from gossamer.optim import BlockOptimizer, Recipe
 from gossamer.optim.learning_rates import LearningRate
 from gossamer.rows import profile
@@ -62,6 +63,7 @@ class Settings:
     device: str = "cpu"
     batch_norm: BatchNorm = "reestimate"  # how the averaged model gets its running statistics (see batch_norm.py)
     wire: str = "float32"  # bfloat16: rows that travel by edges are rounded (see mixer.py)
+    local_steps: int = 1  # average every that many steps
     outages: tuple[Outage, ...] = ()  # workers that fail and perhaps come back (see outages.py); in one process only
 
 
@@ -85,8 +87,9 @@ class Trainer:
             raise GossamerError(f"replicas={n}: at least one replica is needed")
         if settings.epochs < 1:
             raise GossamerError(f"epochs={settings.epochs}: at least one epoch is needed")
-        self.method = method(settings.algorithm)
-        centralized = self.method.averages == "gradients"
+        how = Averaging.of(graph, settings.algorithm, settings.wire, settings.local_steps)
+        assert how.method is not None
+        self.method, self._every, centralized = how.method, how.every, how.averages_gradients
         if centralized and settings.init == "different":
             raise GossamerError(
                 f"{settings.algorithm} averages gradients, so replicas must start the same; init='different' can't work"
@@ -95,7 +98,11 @@ class Trainer:
         self.step = 0  # steps done
         self.device = torch.device(settings.device)
         self.on_profile, self.on_epoch, self.on_step = on_profile, on_epoch, on_step
-        self.schedule = schedule("complete" if centralized else graph, n)
+        self.schedule = schedule(how.graph, n)
+        if self.schedule.watches and self._every > 1:
+            raise GossamerError(
+                f"local_steps={self._every}: {self.schedule.describe()!r} decides by itself how often to average; leave it at 1"
+            )
         if settings.outages:
             if exchange is not None:
                 raise GossamerError("failures: workers can leave and come back in one process only; run this without torchrun")
@@ -181,7 +188,8 @@ class Trainer:
             self._take_part(self.attendance.members(t))
         graph = self.schedule.graph(t, epoch, self.settings.epochs, self.signals)
         now, rule = self.now, self.method
-        now.t, now.round, now.lr = t, graph.round(t), self.learning_rate.at(t, self.steps, len(self.members))
+        now.t, now.lr = t, self.learning_rate.at(t, self.steps, len(self.members))
+        now.round = identity(graph.n) if (t + 1) % self._every else graph.round(t // self._every)
         self._notice(graph)
         self.optimizer.set_lr(now.lr)
         rule.before_forward(now)
@@ -374,6 +382,7 @@ class Trainer:
             "init": s.init,
             "wire": s.wire,
             "batch_norm": s.batch_norm,
+            **({"local_steps": self._every} if self._every > 1 else {}),
             "outages": [[o.worker, o.at, o.back] for o in s.outages] or None,
             **{f"tensor {slot.name!r}": list(slot.shape) for block in self.replicas.blocks for slot in block.slots},
         }
