@@ -1,5 +1,5 @@
-"""Survival in simulated time: a hundred thousand schedules of kills, pauses and broken connections, none of which shows a worker anything
-that must not be. And the faults that were there once: each, brought back by one line, is found."""
+"""Survival in simulated time: a hundred thousand schedules of kills, pauses, broken connections and orderly leaves, none of which shows a
+worker anything that must not be. And the faults that were there once: each, brought back by one line, is found."""
 
 import contextlib
 import inspect
@@ -8,7 +8,7 @@ import types
 import pytest
 
 from gossamer.errors import Evicted
-from gossamer.members import collectives, member
+from gossamer.members import collectives, member, roster
 from gossamer.members.collectives import Collectives
 from gossamer.members.effects import Add, Build, Claim, Fly, Look
 from gossamer.members.member import Member
@@ -33,13 +33,28 @@ MUTANTS = {
     ),
     "D2: connections that broke are not taken over from a later epoch": (
         (collectives, "Collectives", "_decision"),
-        "newer = roster.epoch > self._group and",
+        "newer = roster.group > self._group and",
         "newer = False and",
     ),
     "D3: a peer that has lost me is waited for": (
         (member, "Member", "count_losses"),
         "roster.dead.union(*(pair for pair in pairs if me in pair))",
-        "roster.dead.union(q for e, q in self.lost if e == epoch)",
+        "roster.dead.union(q for g, q in self.lost if g == group)",
+    ),
+    "a worker that leaves goes by the step of a later epoch": (
+        (roster, "Part", "due"),
+        "return step >= self.exit_step",
+        "return step >= self.roster.start",
+    ),
+    "a change comes before a step that some have begun": (
+        (roster, "Roster", "_settled"),
+        "start=max(step for _, step in open_.at) + open_.lead + 1,",
+        "start=min(step for _, step in open_.at) + open_.lead + 1,",
+    ),
+    "workers that are done stand still until the others have agreed": (
+        (member, "Member", "stands"),
+        "return patient or self.part.settling",
+        "return self.patience is not None and self.part.epoch == self.part.roster.epoch",
     ),
     "a worker that was silent uses what came": (
         (member, "Member", "uncertain"),
@@ -60,6 +75,7 @@ def test_a_fault_that_is_brought_back_by_one_line_is_found(name, monkeypatch):
     found = simulator.search(range(10_000), most=1)
     print(name, found)
     assert found
+    assert "NameError" not in str(found)  # that would be the mutant's own
 
 
 class Store:

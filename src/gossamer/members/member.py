@@ -77,6 +77,12 @@ class Member:
     def evicted(self) -> bool:
         return self.part.evicted
 
+    @property
+    def stands(self) -> bool:
+        """It is done, and begins no step for the sake of the others now: soon it will be known how they go on."""
+        patient = self.patience is not None and self.clock() < self.patience and self.part.epoch == self.part.roster.epoch
+        return patient or self.part.settling
+
     def renamed(self, ticket: int) -> None:
         """It was evicted, and lives: with a new ticket it is new."""
         self.ticket = ticket
