@@ -12,8 +12,8 @@ from gossamer.members import collectives, member, roster
 from gossamer.members.collectives import Collectives
 from gossamer.members.effects import Add, Build, Claim, Fly, Look
 from gossamer.members.member import Member
-from gossamer.members.roster import Event
-from gossamer.members.store import TICKETS
+from gossamer.members.roster import Event, written
+from gossamer.members.store import ENDS, TICKETS, ended_key
 from tests import simulator
 
 SCHEDULES, PARTS = 100_000, 10
@@ -147,6 +147,20 @@ def test_a_worker_whose_heartbeat_comes_after_its_eviction_knows_it_though_nobod
     store.run(silent.tick())
     assert silent.evicted
     assert silent.part.roster.why[1] == "no heartbeat for 3 s"
+
+
+def test_a_newcomer_that_ends_before_its_wish_to_join_was_read_is_dead_all_the_same():
+    store = Store()
+    member = store.member(0)
+    rules = member.tick()
+    look = store.run(rules, lambda effect: isinstance(effect, Add))  # the log was read, and it is about to look for ends
+    store.values |= {"job/log/0": written(Event("join", 2, rank=2)), ended_key(2): "was killed", ENDS: 1}
+    result = store.does(look)
+    with contextlib.suppress(StopIteration):
+        while True:
+            result = store.does(rules.send(result))
+    store.run(member.tick())
+    assert member.part.roster.dead == {2}
 
 
 def test_the_only_voter_has_no_result_if_it_was_evicted_meanwhile():

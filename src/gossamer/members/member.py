@@ -65,7 +65,7 @@ class Member:
         self._seen: dict[int, tuple[str, float]] = {}  # of each member its last heartbeat, and when it came
         self._beats, self._beaten, self._beat = 0, float("-inf"), ""
         self._looked = self._ticked = now = clock()
-        self._ends = 0
+        self._ends = (0, len(tickets))  # (processes that have ended, workers that were known) when all of them were looked at
         self.lease = now + evict_after  # until then no other worker can have evicted this one
         self.confirmed = now  # whatever had happened by then is known
 
@@ -243,7 +243,8 @@ class Member:
             pass
 
     def _look_for_ends(self) -> Rules[None]:
-        ends = yield Add(ENDS, 0)
+        workers = len(self.part.roster.ranks)  # before the look: one that becomes known meanwhile may have ended already
+        ends = ((yield Add(ENDS, 0)), workers)
         if ends == self._ends:
             return
         ended = {}
