@@ -203,7 +203,7 @@ class Member:
         return f"no heartbeat for {self.evict_after:g} s"
 
     def read_log(self) -> Rules[None]:
-        before = self.part
+        before = self.part.roster
         while True:
             at = self.read
             entry: str | None = yield Look(self._log_key)
@@ -213,7 +213,7 @@ class Member:
                 self.read += 1
                 self._hear(parsed(entry))
         self.log_was_read = True
-        if self.part is not before:
+        if self.part.roster.dead is not before.dead or self.part.roster.lost is not before.lost:
             self.count_losses()
 
     def _hear(self, event: Event) -> None:
