@@ -118,7 +118,7 @@ def bearing(part, built):
         number,
         part.promised,
         part.exit_step,
-        part.settling,
+        part.still,
         part.me in part.roster.done - part.roster.leaving and not part.roster.over,
     )
 
@@ -182,7 +182,7 @@ def successors(world):
 
 
 def does_without_data(world, q):
-    """Steps without training: a few, or until the change that is agreed on."""
+    """Steps without training: until the change that is agreed on; a few also while a group is built."""
     worker = world.workers[q]
     part, roster = worker.part, worker.part.roster
     if part.epoch < 0:
@@ -191,7 +191,7 @@ def does_without_data(world, q):
             yield f"{q} is back", comes_back(world, q, part.begun(roster.start))
         return
     step = part.step if worker.stands else part.step + 1
-    if part.settling or part.held(step) or (part.epoch == roster.epoch and step > world.last):
+    if part.still or part.held(step) or (part.epoch == roster.epoch and step > world.last):
         return
     if worker.stands or finished(world, q):
         begun = part.begun(step)

@@ -53,8 +53,8 @@ MUTANTS = {
     ),
     "workers that are done stand still until the others have agreed": (
         (member, "Member", "stands"),
-        "return patient or self.part.settling",
-        "return self.patience is not None and self.part.epoch == self.part.roster.epoch",
+        "return part.still or (part.epoch == part.roster.epoch and self.clock() < patience)",
+        "return part.epoch == part.roster.epoch",
     ),
     "a worker that was silent uses what came": (
         (member, "Member", "uncertain"),

@@ -80,8 +80,10 @@ class Member:
     @property
     def stands(self) -> bool:
         """It is done, and begins no step for the sake of the others now: soon it will be known how they go on."""
-        patient = self.patience is not None and self.clock() < self.patience and self.part.epoch == self.part.roster.epoch
-        return patient or self.part.settling
+        part, patience = self.part, self.patience
+        if patience is None:
+            return False
+        return part.still or (part.epoch == part.roster.epoch and self.clock() < patience)
 
     def renamed(self, ticket: int) -> None:
         """It was evicted, and lives: with a new ticket it is new."""

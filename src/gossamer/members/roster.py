@@ -271,10 +271,11 @@ class Part:
         return Part(self.me, self.roster, self.roster.epoch if self.exit_step is None else -1, step, self.promised)
 
     @property
-    def settling(self) -> bool:
-        """All are done, and need no further step to agree on where they come together."""
+    def still(self) -> bool:
+        """The members can agree on the next epoch though this one begins no step. Not if they build a group for it: the donor of a newcomer
+        copies its state between two steps."""
         proposal = self.roster.proposal
-        return proposal is not None and proposal.reunion and not proposal.builds and self.epoch == self.roster.epoch
+        return self.epoch == self.roster.epoch and (proposal is None or not proposal.builds)
 
     @property
     def quiet(self) -> bool:
