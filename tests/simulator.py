@@ -7,6 +7,9 @@ is the world around them. A :class:`Violation` says what a worker saw that must 
 - a collective's result is the mean of exactly its voters, the same for all of them, or an error;
 - an evicted worker returns no value;
 - two members that live, and have lost each other, do not train on apart;
+- two members that live are in the same epoch when they begin the same step;
+- in an uneven world, in which each worker has another number of steps, those that left are together with the others in the end, at a step
+  that none of them had begun;
 - every wait ends; and of the workers that finish, exactly one leads.
 
 python -m tests.simulator [SCHEDULES] [FIRST SEED]
@@ -27,7 +30,7 @@ from gossamer.errors import Evicted, GossamerError
 from gossamer.members.collectives import Collectives
 from gossamer.members.effects import Add, Build, Came, Claim, Drop, Fly, Look, Pause, Put
 from gossamer.members.member import Member
-from gossamer.members.roster import Event, Roster
+from gossamer.members.roster import Event, Roster, parsed
 from gossamer.members.store import ENDS, TICKETS, ended_key
 from gossamer.transport import waiting
 
@@ -174,6 +177,9 @@ class Worker:
         self.counts: dict[int, int] = {}  # of each link, collectives that were tried
         self.voters: tuple[int, ...] = ()
         self.step = 0
+        self.last = world.rng.randrange(world.last + 1) if world.uneven else world.last
+        self.done = -1  # the ticket under which it has said that it has no more data
+        self.back = False  # in an uneven world: all are done, and together
         self.apart_since: float | None = None
         self.error: str | None = None
         self.evicted = False
@@ -284,11 +290,11 @@ class Worker:
         world = self.world
         if self.joins:
             yield from self.join()
-        while self.step < world.last:
+        while not self.back if world.uneven else self.step < self.last:
             if self.was_stopped and world.impatient and self.ticket in world.dead_in_log():
                 break  # its time is up, as on Slurm: it goes to the last collective at once
             try:
-                yield from self.once()
+                yield from self.once() if self.step < self.last else self.leave()
             except Evicted:
                 if world.impatient:
                     raise  # as in a script that knows nothing of it
@@ -297,8 +303,50 @@ class Worker:
 
     def once(self) -> Script:
         """A step, and what a script does after it."""
-        world, member = self.world, self.member
         yield from self.before()
+        if not self.back:
+            yield from self.exchange()
+        if self.step % self.world.every == 0 and self.step < self.last:
+            yield from self.collective("mean()")
+
+    def leave(self) -> Script:
+        """It has no more data: steps without training until it has left, or all are done; then it waits for all."""
+        world, member = self.world, self.member
+        if self.done != member.ticket:
+            self.done = member.ticket
+            member.patience = world.now + world.rng.random() * 0.5
+            world.after(member.patience - world.now, self, self.poke)
+            self.tick_at(0.01)
+
+        def goes_on() -> bool:
+            self.hand_out()
+            return not member.stands or member.evicted
+
+        def is_back() -> bool:
+            self.hand_out()
+            return member.ticket in member.part.roster.members or member.evicted or self.shut_out
+
+        yield goes_on
+        yield from self.before()
+        if self.back:
+            return  # it was evicted, and joined the others when all were done
+        if member.part.epoch < 0:
+            yield is_back
+            if member.evicted:
+                yield from self.join()
+                return
+            if self.shut_out:
+                raise GossamerError("can't come back: the job has ended without it")
+            self.enter()
+            world.reunited(self)
+        elif member.part.roster.together and member.part.epoch == member.part.roster.epoch:
+            world.reunited(self)
+        elif not member.stands:
+            yield from self.exchange()
+
+    def exchange(self) -> Script:
+        world, member = self.world, self.member
+        world.begins(self)
         group, members = member.epochs[member.part.epoch]
         if world.gradients:
             yield world.rng.random() * world.compute
@@ -320,8 +368,6 @@ class Worker:
         else:
             yield world.rng.random() * world.compute
         self.step += 1
-        if self.step % world.every == 0 and self.step < world.last:
-            yield from self.collective("mean()")
 
     def before(self) -> Script:
         member = self.member
@@ -334,7 +380,7 @@ class Worker:
         if member.evicted:
             yield from self.join()
             return
-        if member.part.due(self.step) and member.part.roster.group != member.group:
+        if member.part.due(self.step):
             self.counts = {member.part.roster.group: 64}
         member.take(member.part.begun(self.step))
 
@@ -360,6 +406,11 @@ class Worker:
             self.tick_at(0.01)
         if self.shut_out:
             raise GossamerError("can't join: the job has ended without it")
+        self.back = self.world.reunion is not None or member.part.roster.together
+        self.enter()
+
+    def enter(self) -> None:
+        member = self.member
         self.step = member.step = member.part.roster.start
         member.take(member.part.begun(self.step))
         self.counts = {member.group: 64}
@@ -465,6 +516,11 @@ class World:
         self.latency = rng.choice((0.05, 0.05, 0.5))
         self.restarts = rng.choice((0, 0, 2))
         self.impatient = rng.random() < 0.3
+        self.uneven = rng.random() < 0.3
+        if self.uneven:
+            self.every = 100  # collectives have their place outside
+        self.begun: dict[int, dict[int, int]] = {}  # of each step: by epoch, a worker that has begun it
+        self.reunion: tuple[int, int, tuple[int, ...]] | None = None
         self.store: dict[str, Any] = {TICKETS: self.n}
         self.store_up = True
         self._waiting: list[Any] = []
@@ -667,6 +723,24 @@ class World:
 
     # --- What the workers saw ---------------------------------------------------------------------------------------------
 
+    def begins(self, worker: Worker) -> None:
+        ticket, epoch = worker.ticket, worker.member.part.epoch
+        if ticket in self._dead:
+            return
+        here = self.begun.setdefault(worker.step, {})
+        here[epoch] = ticket
+        if len(here) > 1 and any(e != epoch and q not in self._dead for e, q in here.items()):
+            raise Violation(f"rank {worker.rank} begins step {worker.step} in epoch {epoch}, others in another one: {here}")
+
+    def reunited(self, worker: Worker) -> None:
+        worker.back = True
+        seen = (worker.member.part.epoch, worker.step, worker.member.part.roster.members)
+        if any(q not in self._dead for step, here in self.begun.items() if step >= worker.step for q in here.values()):
+            raise Violation(f"all come together at step {worker.step}, which some have begun")
+        self.reunion = self.reunion or seen
+        if seen != self.reunion:
+            raise Violation(f"rank {worker.rank} comes together with others at {seen}, another one at {self.reunion}")
+
     def returned(self, worker: Worker, call: Any, value: frozenset[int] | None) -> None:
         if value is None:
             raise Violation(f"rank {worker.rank} returns memory that was never filled, in collective {call}")
@@ -692,6 +766,8 @@ class World:
 
     def _check_end(self) -> None:
         done = [w for w in self.workers if w.alive and w.finished and w.error is None]
+        if not done and self.uneven and self.lost:
+            return
         if not done:
             raise Violation("no worker has finished")
         leaders = [w.rank for w in done if w.leads]
@@ -713,9 +789,19 @@ class World:
         """One, if another is left that has the state of training, and runs."""
         dead = self.dead_in_log()
         living = [w for w in self.workers if w.alive and not w.finished and w.member.part.epoch >= 0 and w.ticket not in dead]
-        return (
-            self.rng.choice(living) if len(living) > max(1, self.n - 2) and not any(w.stopped for w in self.workers) else None
-        )
+        if len(living) <= max(1, self.n - 2) or any(w.stopped for w in self.workers):
+            return None
+        away = [w for w in self.workers if w.alive and not w.finished and w.member.part.epoch < 0 and not w.member.asks]
+        return self.rng.choice(living + away)
+
+    @property
+    def lost(self) -> bool:
+        """The last members were killed when the others had left."""
+        roster = _firsts[self.n]
+        for k in range(len(self.store)):
+            if (text := self.store.get(f"job/log/{k}")) is not None:
+                roster = roster.apply(parsed(text))
+        return not roster.living
 
     def kill(self) -> None:
         worker = self._victim()
@@ -808,6 +894,7 @@ class World:
 def search(seeds: range, most: int = 10) -> dict[int, str]:
     """The seeds that violate something, and what; stops after ``most`` of them."""
     found: dict[int, str] = {}
+    _folded.clear()
     Roster.apply = _remembered  # type: ignore[method-assign]
     gc.collect()
     gc.freeze()

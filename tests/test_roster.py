@@ -1,8 +1,11 @@
-"""All interleavings of a few workers, with deaths, evictions and newcomers at any point.
+"""All interleavings of a few workers, with deaths, evictions, newcomers and orderly leaves at any point.
 
 A state of the search: the log, and for each worker what it has read, its step, its epoch and the group that it has built. A step can
 only be finished when all living members of one's epoch have begun it in the same epoch, as in a complete graph, the strictest of all: so
 workers that disagreed about the epoch of a step would wait for each other for ever, and the search would find that.
+
+In an uneven world each worker is done at the last step, and some before. They leave, or all are done; in the end all who live must be
+together, at the same step.
 """
 
 from dataclasses import replace
@@ -22,6 +25,9 @@ class Worker(NamedTuple):
     read: int = 0  # entries of the log
     built: int = -1  # the proposal whose group stands here
     runs: bool = True  # not killed
+    done: bool = False  # it has no more data
+    stands: bool = False  # it has come to ``part.step``, and not begun it
+    back: bool = False  # all were done, and are together
 
 
 class World(NamedTuple):
@@ -30,14 +36,15 @@ class World(NamedTuple):
     deaths: int  # still to come
     evictions: int
     joins: int
+    leaver: int | None  # may be done before the last step; None: no worker is ever done
     first: Roster
     last: int  # step
 
 
-def start(n, deaths=0, evictions=0, joins=0, last=4, lead=1):
+def start(n, deaths=0, evictions=0, joins=0, last=4, leaver=None, lead=1):
     roster = Roster(dict(enumerate(range(n))), tuple(range(n)), lead=lead)
     roster = _rosters.setdefault(described(roster), roster)
-    return World((), tuple(Worker(Part(q, roster)) for q in range(n)), deaths, evictions, joins, roster, last)
+    return World((), tuple(Worker(Part(q, roster)) for q in range(n)), deaths, evictions, joins, leaver, roster, last)
 
 
 def with_worker(world, q, **changes):
@@ -54,13 +61,23 @@ def heard(part, event):
     """``part.heard(event)``, remembered."""
     found = _folded.get((id(part.roster), event))
     if found is None:
-        made = part.heard(event).roster
+        made = part.roster.apply(event)
         found = _folded[id(part.roster), event] = _rosters.setdefault(described(made), made)
-    return replace(part, roster=found)
+    return part.knowing(found)
 
 
 def described(roster):
-    return roster.members, roster.epoch, roster.start, roster.proposal, roster.dead, roster.asking, roster.numbers, roster.lead
+    lasting = (
+        roster.members,
+        roster.epoch,
+        roster.start,
+        roster.group,
+        roster.dead,
+        roster.asking,
+        roster.numbers,
+        roster.lead,
+    )
+    return lasting, roster.proposal, roster.done, roster.leaving, roster.away, roster.together
 
 
 def caught_up(world, q):
@@ -100,6 +117,9 @@ def bearing(part, built):
         part.roster.dead,
         number,
         part.promised,
+        part.exit_step,
+        part.still,
+        part.me in part.roster.done - part.roster.leaving and not part.roster.over,
     )
 
 
@@ -108,14 +128,15 @@ def finished(world, q):
     me = world.workers[q].part
     for other in me.roster.members if me.epoch == me.roster.epoch else before(world, me.epoch):
         worker = world.workers[other]
-        if worker.runs and other not in me.roster.dead and (worker.part.step < me.step or not met(worker.part, me)):
+        begun = worker.part.step - worker.stands
+        if worker.runs and other not in me.roster.dead and (begun < me.step or not met(worker.part, me)):
             return False
     return True
 
 
 def met(other, me):
-    """It was in my epoch when it began my step; later it may have gone on."""
-    return other.epoch == me.epoch or (other.epoch > me.epoch and other.step > me.step)
+    """It was in my epoch when it began my step; later it may have gone on, or left."""
+    return other.epoch == me.epoch or ((other.epoch > me.epoch or other.epoch < 0) and other.step > me.step)
 
 
 def before(world, epoch):
@@ -141,18 +162,51 @@ def successors(world):
             yield from says(world, q)
         if part.evicted:
             continue
-        if part.epoch < 0:
+        if worker.done:
+            yield from does_without_data(world, q)
+        elif part.epoch < 0:
             if q in part.roster.members:
-                assert part.roster.epoch <= worker.built, "a newcomer has no group of its epoch"
-                yield f"{q} is in", with_worker(world, q, part=part.begun(part.roster.start))
-        elif part.step < world.last and finished(world, q) and not part.held(part.step + 1):
-            begun = part.begun(part.step + 1)
-            assert not part.quiet or begun == replace(part, step=part.step + 1), (
-                "a step that begins unasked changes more than its number"
-            )
-            assert begun.epoch == part.epoch or begun.epoch <= worker.built, "no group to change to"
-            yield f"{q} begins {begun.step}", with_worker(world, q, part=begun)
+                assert part.roster.group <= worker.built, "a newcomer has no group of its epoch"
+                yield f"{q} is in", with_worker(world, q, part=part.begun(part.roster.start), back=part.roster.together)
+        elif not worker.back and finished(world, q):
+            if part.step < world.last and not part.held(part.step + 1):
+                begun = part.begun(part.step + 1)
+                assert not part.quiet or begun == replace(part, step=part.step + 1), (
+                    "a step that begins unasked changes more than its number"
+                )
+                assert begun.epoch == part.epoch or part.roster.group <= max(0, worker.built), "no group to change to"
+                yield f"{q} begins {begun.step}", with_worker(world, q, part=begun)
+            if world.leaver is not None and (q == world.leaver or part.step >= world.last):
+                yield f"{q} is done", with_worker(world, q, done=True)
     yield from surroundings(world)
+
+
+def does_without_data(world, q):
+    """Steps without training: until the change that is agreed on; a few also while a group is built."""
+    worker = world.workers[q]
+    part, roster = worker.part, worker.part.roster
+    if part.epoch < 0:
+        if q in roster.members:
+            assert roster.together, "it is in, and not all are done"
+            yield f"{q} is back", comes_back(world, q, part.begun(roster.start))
+        return
+    step = part.step if worker.stands else part.step + 1
+    if part.still or part.held(step) or (part.epoch == roster.epoch and step > world.last):
+        return
+    if worker.stands or finished(world, q):
+        begun = part.begun(step)
+        if begun.epoch != part.epoch and begun.epoch >= 0 and roster.together:
+            yield f"{q} is back", comes_back(world, q, begun)
+        else:
+            yield f"{q} exchanges {step}", with_worker(world, q, part=begun, stands=begun.epoch != part.epoch)
+
+
+def comes_back(world, q, part):
+    dead = {event.who for event in world.log if event.what == "dead"}
+    others = [w for k, w in enumerate(world.workers) if w.runs and not w.back and k not in dead]
+    assert all(w.part.step - w.stands < part.roster.start for w in others), "that step was begun before"
+    assert part.roster.group <= max(0, world.workers[q].built), "no group to come together"
+    return with_worker(world, q, part=part, done=False, stands=False, back=True)
 
 
 def victim(world):
@@ -166,11 +220,17 @@ def says(world, q):
     worker = world.workers[q]
     proposal = worker.part.roster.proposal
     built = worker.built
-    if proposal is not None and q in proposal.members:
+    if proposal is not None and proposal.builds and q in proposal.members:
         # A group can be built when all its members are at it.
         seen = [world.workers[m].part.roster.proposal for m in proposal.members if world.workers[m].runs]
         if len(seen) == len(proposal.members) and all(p is not None and p.number >= proposal.number for p in seen):
             built = proposal.number
+    roster = worker.part.roster
+    if worker.done and not (roster.together and q in roster.members):
+        if q in roster.members and q not in roster.done:
+            yield f"{q} says done", world._replace(log=(*world.log, Event("done", q)))
+        elif q in roster.done - roster.leaving and not roster.over:
+            yield f"{q} says leave", world._replace(log=(*world.log, Event("leave", q)))
     event = worker.part.duty(built)
     if event is not None:
         part = worker.part.promise(event) if event.what == "at" else worker.part
@@ -201,7 +261,8 @@ def _told(worker, oldest):
     part = worker.part
     if not worker.runs:
         return part.step
-    return id(part.roster), part.epoch, part.step, part.promised, worker.read - oldest, worker.built
+    known = id(part.roster), part.epoch, part.step, part.promised, part.exit_step, worker.read - oldest, worker.built
+    return known, worker.done, worker.stands, worker.back
 
 
 def explore(world):
@@ -230,18 +291,24 @@ def check_epochs(world):
     by_step = {}
     dead = set().union(*(w.part.roster.dead for w in world.workers), {e.who for e in world.log if e.what == "dead"})
     for q, worker in enumerate(world.workers):
-        if worker.runs and q not in dead and worker.part.epoch >= 0:
+        if worker.runs and q not in dead and worker.part.epoch >= 0 and not worker.stands:
             by_step.setdefault(worker.part.step, set()).add(worker.part.epoch)
     assert all(len(epochs) == 1 for epochs in by_step.values()), (world, by_step)
 
 
 def check_end(world):
     living = [(q, w.part) for q, w in enumerate(world.workers) if w.runs and not w.part.evicted]
+    together = [part for q, part in living if world.workers[q].back]
     for q, part in living:
+        if world.leaver is not None:
+            late = q >= len(world.first.members)  # a newcomer may come when all are together, or nobody is left
+            assert world.workers[q].back or late or not part.roster.living, f"{q} is not back: {world}"
+            continue
         # A newcomer may come when the others are at the end, and soon leave: then nobody is left to join.
         over = all(m in part.roster.dead or world.workers[m].part.step >= world.last for m in part.roster.members)
         done = part.step >= world.last or (part.epoch < 0 and over)
         assert done, f"{q} is stuck in step {part.step}: {world}"
+    assert len({(part.epoch, part.step) for part in together}) <= 1, world
     return tuple(q for q, _ in living)
 
 
@@ -253,6 +320,24 @@ def test_no_interleaving_deadlocks_or_mixes_epochs(n, deaths, evictions, joins, 
     states, ends = explore(start(n, deaths, evictions, joins, last))
     print(n, deaths, evictions, joins, last, states, len(ends))
     assert (not deaths and not evictions) or any(len(end) < n for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("n", "deaths", "evictions", "joins", "last", "leaver"),
+    [
+        (3, 0, 0, 0, 1, 0),
+        (3, 1, 0, 0, 0, 2),
+        (2, 1, 0, 0, 3, 0),
+        (2, 0, 1, 0, 2, 0),
+        (2, 0, 1, 0, 2, 1),
+        (2, 0, 0, 1, 0, 0),
+        (1, 0, 0, 1, 3, 0),
+    ],
+)
+def test_workers_that_leave_are_together_again_in_every_interleaving(n, deaths, evictions, joins, last, leaver):
+    states, ends = explore(start(n, deaths, evictions, joins, last, leaver))
+    print(n, deaths, evictions, joins, last, leaver, states, len(ends))
+    assert tuple(range(n)) in ends or deaths or evictions or joins
 
 
 def folded(roster, *events):
@@ -314,7 +399,7 @@ def test_without_anybody_who_knows_something_nobody_can_join():
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["join", "dead", "lost", "renew", "failed", "built", "at"]),
+            st.sampled_from(["join", "dead", "done", "leave", "lost", "renew", "failed", "built", "at"]),
             st.integers(0, 8),
             st.integers(0, 6),
             st.integers(0, 20),
@@ -334,7 +419,7 @@ def test_whatever_comes_the_dead_are_not_in_a_proposal_and_steps_only_grow(entri
         assert after.dead >= roster.dead
         if after.proposal is not None:
             assert not after.dead.intersection(after.proposal.members)
-            assert set(after.proposal.members) >= set(after.living)
+            assert set(after.proposal.members) >= set(after.living) - after.leaving
             assert after.proposal.number > after.epoch
             assert any(q in after.members for q in after.proposal.members)  # somebody has the state
         assert len(set(after.members)) == len(after.members)

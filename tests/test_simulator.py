@@ -1,5 +1,5 @@
-"""Survival in simulated time: a hundred thousand schedules of kills, pauses and broken connections, none of which shows a worker anything
-that must not be. And the faults that were there once: each, brought back by one line, is found."""
+"""Survival in simulated time: a hundred thousand schedules of kills, pauses, broken connections and orderly leaves, none of which shows a
+worker anything that must not be. And the faults that were there once: each, brought back by one line, is found."""
 
 import contextlib
 import inspect
@@ -8,12 +8,12 @@ import types
 import pytest
 
 from gossamer.errors import Evicted
-from gossamer.members import collectives, member
+from gossamer.members import collectives, member, roster
 from gossamer.members.collectives import Collectives
 from gossamer.members.effects import Add, Build, Claim, Fly, Look
 from gossamer.members.member import Member
-from gossamer.members.roster import Event
-from gossamer.members.store import TICKETS
+from gossamer.members.roster import Event, written
+from gossamer.members.store import ENDS, TICKETS, ended_key
 from tests import simulator
 
 SCHEDULES, PARTS = 100_000, 10
@@ -39,7 +39,22 @@ MUTANTS = {
     "D3: a peer that has lost me is waited for": (
         (member, "Member", "count_losses"),
         "roster.dead.union(*(pair for pair in pairs if me in pair))",
-        "roster.dead.union(q for e, q in self.lost if e == epoch)",
+        "roster.dead.union(q for g, q in self.lost if g == group)",
+    ),
+    "a worker that leaves goes by the step of a later epoch": (
+        (roster, "Part", "due"),
+        "return step >= self.exit_step",
+        "return step >= self.roster.start",
+    ),
+    "a change comes before a step that some have begun": (
+        (roster, "Roster", "_settled"),
+        "start=max(step for _, step in open_.at) + open_.lead + 1,",
+        "start=min(step for _, step in open_.at) + open_.lead + 1,",
+    ),
+    "workers that are done stand still until the others have agreed": (
+        (member, "Member", "stands"),
+        "return part.still or (part.epoch == part.roster.epoch and self.clock() < patience)",
+        "return part.epoch == part.roster.epoch",
     ),
     "gradients: a mean that came here is taken to have come everywhere": (
         (collectives, "Collectives", "complete"),
@@ -70,6 +85,7 @@ def test_a_fault_that_is_brought_back_by_one_line_is_found(name, monkeypatch):
     found = simulator.search(range(10_000), most=1)
     print(name, found)
     assert found
+    assert "NameError" not in str(found)  # that would be the mutant's own
 
 
 class Store:
@@ -141,6 +157,20 @@ def test_a_worker_whose_heartbeat_comes_after_its_eviction_knows_it_though_nobod
     store.run(silent.tick())
     assert silent.evicted
     assert silent.part.roster.why[1] == "no heartbeat for 3 s"
+
+
+def test_a_newcomer_that_ends_before_its_wish_to_join_was_read_is_dead_all_the_same():
+    store = Store()
+    member = store.member(0)
+    rules = member.tick()
+    look = store.run(rules, lambda effect: isinstance(effect, Add))  # the log was read, and it is about to look for ends
+    store.values |= {"job/log/0": written(Event("join", 2, rank=2)), ended_key(2): "was killed", ENDS: 1}
+    result = store.does(look)
+    with contextlib.suppress(StopIteration):
+        while True:
+            result = store.does(rules.send(result))
+    store.run(member.tick())
+    assert member.part.roster.dead == {2}
 
 
 def test_the_only_voter_has_no_result_if_it_was_evicted_meanwhile():

@@ -65,7 +65,7 @@ class Member:
         self._seen: dict[int, tuple[str, float]] = {}  # of each member its last heartbeat, and when it came
         self._beats, self._beaten, self._beat = 0, float("-inf"), ""
         self._looked = self._ticked = now = clock()
-        self._ends = 0
+        self._ends = (0, len(tickets))  # (processes that have ended, workers that were known) when all of them were looked at
         self.lease = now + evict_after  # until then no other worker can have evicted this one
         self.confirmed = now  # whatever had happened by then is known
 
@@ -76,6 +76,14 @@ class Member:
     @property
     def evicted(self) -> bool:
         return self.part.evicted
+
+    @property
+    def stands(self) -> bool:
+        """It is done, and begins no step for the sake of the others now: soon it will be known how they go on."""
+        part, patience = self.part, self.patience
+        if patience is None:
+            return False
+        return part.still or (part.epoch == part.roster.epoch and self.clock() < patience)
 
     def renamed(self, ticket: int) -> None:
         """It was evicted, and lives: with a new ticket it is new."""
@@ -197,7 +205,7 @@ class Member:
         return f"no heartbeat for {self.evict_after:g} s"
 
     def read_log(self) -> Rules[None]:
-        before = self.part
+        before = self.part.roster
         while True:
             at = self.read
             entry: str | None = yield Look(self._log_key)
@@ -207,7 +215,7 @@ class Member:
                 self.read += 1
                 self._hear(parsed(entry))
         self.log_was_read = True
-        if self.part is not before:
+        if self.part.roster.dead is not before.dead or self.part.roster.lost is not before.lost:
             self.count_losses()
 
     def _hear(self, event: Event) -> None:
@@ -237,7 +245,8 @@ class Member:
             pass
 
     def _look_for_ends(self) -> Rules[None]:
-        ends = yield Add(ENDS, 0)
+        workers = len(self.part.roster.ranks)  # before the look: one that becomes known meanwhile may have ended already
+        ends = ((yield Add(ENDS, 0)), workers)
         if ends == self._ends:
             return
         ended = {}

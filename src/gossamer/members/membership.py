@@ -116,9 +116,9 @@ class Membership:
     def _between_steps(self) -> None:
         """What is to be done while parameters do not change."""
 
-    def _wait(self, step: int, timeout: float, deadline: float) -> None:
+    def _wait(self, step: int, timeout: float, deadline: float, pause: float = 1.0) -> None:
         """For the others, with the lock held."""
-        if not self._lock.wait(1.0) and time.monotonic() > deadline:
+        if not self._lock.wait(pause) and time.monotonic() > deadline:
             proposal, roster = self.roster.proposal, self.roster
             late = [roster.ranks[q] for q in roster.living if proposal is None or not proposal.reported(q)]
             missing = f"rank {', '.join(map(str, late))} did not say at which step it is within {timeout:g} s"
@@ -147,25 +147,23 @@ class Membership:
         )
         return Turn(change, self._links[roster.group], tuple(places.index(q) for q in roster.members))
 
-    def done(self, step: int, patience: float) -> None:
-        """I have no more data; ``step`` would be my next. ``patience``: seconds that are given to the others to finish as well."""
-        self.member.step, self.member.patience = step, time.monotonic() + patience
+    def done(self, patience: float) -> None:
+        """I have no more data. ``patience``: seconds that are given to the others to finish as well."""
+        self.member.patience = time.monotonic() + patience
         self._wake.set()
 
-    def idles(self, step: int, timeout: float) -> bool:
-        """I am done, and wait until it is known how it goes on. True: with this step, without training, for the sake of the others. False:
-        this worker has left, or no worker has data."""
-        self.member.step = step
+    def stand(self, step: int, timeout: float) -> None:
+        """I am done, and wait until I begin a step for the sake of the others, or it is known how they go on."""
         deadline = time.monotonic() + timeout
         with self._lock:
-            while not (self.member.part.idles or self.member.part.rejoins or self.member.part.epoch < 0):
-                self._wait(step, timeout, deadline)
-            return self.member.part.idles
+            self._refuse_end()
+            while self.member.stands and not self.evicted:
+                self._wait(step, timeout, deadline, _LOOK)
 
     def reunion(self) -> Turn:
-        """I am done: returns when all are. It takes as long as the others' data lasts."""
+        """I have left: returns when all are done. It takes as long as the others' data lasts."""
         with self._lock:
-            while not self.member.part.rejoins:
+            while self.member.ticket not in self.roster.members:
                 self._lock.wait(1.0)
                 self._refuse_end()
             return self._enter()

@@ -15,8 +15,8 @@ A death on the way makes the proposal void, at the same place in the log for eve
 per change and none per step.
 
 A member that has no more data says ``done``; soon after, it or another one says ``leave``, and all who are done leave together. They take
-part in the exchange, without training, until the change. When all members are done, the next epoch brings together all who live. No worker
-begins a step meanwhile, so that epoch has no LEAD: it begins at the last step that one of them has come to.
+part in the exchange, without training, until the change. When all members are done, the next epoch brings together all who live. It has no
+LEAD, because no worker is in a hurry: it begins after the last step that one of them has begun.
 
 ``tests/test_roster.py`` tries all interleavings.
 """
@@ -62,12 +62,13 @@ class Event(NamedTuple):
 @dataclass(frozen=True)
 class Proposal:
     """``group``: that of the epoch with this number, which may be its own. ``lead``: steps that a worker may go on after it has said
-    ``at``; -1: it begins none."""
+    ``at``."""
 
     number: int
     members: tuple[int, ...]
     group: int = 0
     lead: int = LEAD
+    reunion: bool = False  # all are done, and come together
     built: frozenset[int] = frozenset()
     at: frozenset[tuple[int, int]] = frozenset()  # (who, step)
 
@@ -170,7 +171,7 @@ class Roster:
         if open_ is not None and not self.dead.isdisjoint(open_.members):
             now = replace(now, proposal=None)
         elif open_ is not None and open_.standing and all(open_.reported(q) for q in self.living):
-            together = open_.lead < 0
+            together = open_.reunion
             stay = frozenset() if together else frozenset(open_.members)
             left = tuple(q for q in self.members if q not in open_.members)
             now = replace(
@@ -202,7 +203,7 @@ class Roster:
         number = self.numbers + 1
         own = self.renewing or len(self.living) < len(self.members) or not connected.issuperset(wanted)
         members = tuple(sorted(wanted, key=lambda q: (self.ranks[q], q)))
-        proposal = Proposal(number, members, number if own else self.group, -1 if over else self.lead)
+        proposal = Proposal(number, members, number if own else self.group, 0 if over else self.lead, over)
         return replace(self, proposal=proposal, numbers=number)
 
 
@@ -222,7 +223,11 @@ class Part:
     exit_step: int | None = None  # kept here: when it comes to that step, the others may have agreed on further epochs
 
     def heard(self, event: Event) -> Part:
-        before, after, exit_step = self.roster, self.roster.apply(event), self.exit_step
+        return self.knowing(self.roster.apply(event))
+
+    def knowing(self, after: Roster) -> Part:
+        """After one more event."""
+        before, exit_step = self.roster, self.exit_step
         if after.epoch != before.epoch and self.me in before.members and self.me not in after.members:
             exit_step = after.start
         return Part(self.me, after, self.epoch, self.step, self.promised, exit_step)
@@ -266,15 +271,11 @@ class Part:
         return Part(self.me, self.roster, self.roster.epoch if self.exit_step is None else -1, step, self.promised)
 
     @property
-    def rejoins(self) -> bool:
-        """All are done: the roster's epoch brings all together, and begins for me when I want it to."""
-        roster = self.roster
-        return roster.together and self.epoch != roster.epoch and self.exit_step is None and self.me in roster.members
-
-    @property
-    def idles(self) -> bool:
-        """A change is agreed on, so one that is done does steps without training until then."""
-        return self.epoch >= 0 and self.epoch != self.roster.epoch and not self.rejoins
+    def still(self) -> bool:
+        """The members can agree on the next epoch though this one begins no step. Not if they build a group for it: the donor of a newcomer
+        copies its state between two steps."""
+        proposal = self.roster.proposal
+        return self.epoch == self.roster.epoch and (proposal is None or not proposal.builds)
 
     @property
     def quiet(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from gossamer.members.changes import Participation
-from gossamer.members.membership import Membership
+from gossamer.members.membership import Membership, Turn
 from gossamer.members.store import GivenSeat
 from gossamer.parallel import averaged
 from gossamer.rows.flat import Flat
@@ -27,6 +27,7 @@ class Stretch(Participation):
         super().__init__(exchange, mixer, planned)
         self._membership = Membership(GivenSeat.at(exchange.link), f"uneven/{number}", exchange.link)
         self._step, self._step_began, self._step_seconds = step, time.monotonic(), 0.0
+        self._reunion: Turn | None = None
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -37,7 +38,10 @@ class Stretch(Participation):
         now = time.monotonic()
         if step > self._step:
             self._step, self._step_seconds, self._step_began = step, now - self._step_began, now
-        if (turn := self._membership.before(step, self._timeout)) is not None:
+        turn = self._membership.before(step, self._timeout)
+        if turn is not None and self._membership.roster.together:
+            self._reunion = turn
+        elif turn is not None:
             self._take_part(turn)
         return step
 
@@ -45,17 +49,20 @@ class Stretch(Participation):
         """I have no more data; ``step`` would be my next. Returns when the others go on without me, or no worker goes on.
         ``exchange_only`` does one step without training and returns the number of the next."""
         membership = self._membership
-        membership.done(step, _GRACE + 2 * self._step_seconds)
-        while membership.idles(step, self._timeout):
+        membership.done(_GRACE + 2 * self._step_seconds)
+        while True:
+            membership.stand(step, self._timeout)
             self.before(step)
-            if membership.member.part.idles:
+            if self._reunion is not None or membership.member.part.epoch < 0:
+                return
+            if not membership.member.stands:
                 step = exchange_only()
 
     def rejoin(self, step: int, flat: Flat) -> int:
         """When no worker has data left: all are in the graph again. Who left early takes over the parameters of one who stayed.
         Returns the step that all are at."""
         exchange = self.exchange
-        change, link, places = self._membership.reunion()
+        change, link, places = self._reunion or self._membership.reunion()
         link.epoch += 1  # what was left lying around is not taken for something new
         exchange.change(link, places)
         exchange.collectives = 0  # alike on all
