@@ -1,8 +1,8 @@
 """What the rules of survival ask of the world: a look at the store, a group, a flight, a pause.
 
 The rules (``member.py``, ``collectives.py``) are generators without threads, sockets or sleep. They *yield* an effect and are resumed
-with its result. ``membership.py`` carries effects out with the real store and the real clock. ``tests/simulator.py`` has a store, links
-and a clock of its own, so it can run thousands of schedules in a second.
+with its result. ``membership.py`` and ``survivors.py`` carry effects out with the real store and the real clock. ``tests/simulator.py``
+has a store, links and a clock of its own, so it can run thousands of schedules in a second.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """One worker's part in a job whose members may change: the rules, without threads, sockets or sleep (see ``effects.py``).
 
 What the worker knows: the log that it has read (``part``), when it heard each member's heart beat, which connections broke. What it does
-about it, in a :meth:`Member.tick` every now and then: it beats, reads the log, says who is gone, and does what the roster asks for.
+about it, in a :meth:`Member.tick` every now and then: it beats, reads the log, says who is gone or done, and does what the roster asks for.
 Each :class:`Member` is resumed by one caller at a time; ``membership.py`` holds a lock for that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from gossamer.members.effects import Add, Build, Claim, Look, Rules
 from gossamer.members.roster import FINISHED, Event, Part, Roster, parsed, written
@@ -19,11 +18,6 @@ BEAT = 1.0  # seconds between two heartbeats
 _BEATS = 20  # heartbeats in the time after which a worker is evicted, at most
 DOUBT = 2.5  # seconds after which a lost peer that still beats is taken to live
 _GONE = "gone -1"  # instead of a heartbeat: another worker has evicted this one
-
-
-class Epoch(NamedTuple):
-    group: int
-    members: tuple[int, ...]
 
 
 class Member:
@@ -48,7 +42,7 @@ class Member:
         roster = roster or Roster({q: q for q in tickets}, tickets)
         self.take(Part(ticket, roster, epoch=-1 if joins else 0))
         self.members: dict[int, tuple[int, ...]] = {0: tickets}  # of each group, in the order of its link
-        self.epochs = {0: Epoch(0, tickets)}
+        self.epochs = {0: (0, tickets)}  # of each epoch, its group and its members
         self.donors: dict[int, dict[int, int]] = {}  # of each proposal: newcomer -> who gives it its state
         self.asks = False
         self.patience: float | None = None  # it has no more data; until then others that finish as well can leave with it
@@ -100,8 +94,7 @@ class Member:
     @property
     def group(self) -> int:
         """Whose connections it uses now."""
-        epoch = self.epochs.get(self.part.epoch)
-        return -1 if epoch is None else epoch.group
+        return self.epochs.get(self.part.epoch, (-1,))[0]
 
     def place(self, group: int) -> int:
         return self.members[group].index(self.ticket)
@@ -144,7 +137,7 @@ class Member:
         newcomers, roster = self.donors.get(self.part.epoch, {}), self.part.roster
         if self.ticket not in newcomers:
             return False
-        hosts = [q for q in self.epochs[self.part.epoch].members if q not in newcomers]
+        hosts = [q for q in self.epochs[self.part.epoch][1] if q not in newcomers]
         return all(q in roster.dead for q in hosts) and any(roster.why.get(q) == FINISHED for q in hosts)
 
     def forget(self, keep: set[int]) -> None:
@@ -222,7 +215,7 @@ class Member:
         self.take(self.part.heard(event))
         proposal, roster = self.part.roster.proposal, self.part.roster
         if roster.epoch not in self.epochs:
-            self.epochs[roster.epoch] = Epoch(roster.group, roster.members)
+            self.epochs[roster.epoch] = (roster.group, roster.members)
             if roster.together:
                 self.patience = None
         if proposal is not None and proposal.number not in self.donors:

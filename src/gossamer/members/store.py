@@ -110,10 +110,6 @@ class GivenSeat(Seat):
 
     store: Any
 
-    @staticmethod
-    def at(link: Link) -> Seat:
-        return GivenSeat("", 0, link.rank, link.rank, link.size, link.timeout, link.store)
-
     def connect_patiently(self) -> Any:
         return self.store
 

@@ -61,11 +61,9 @@ class Survivors(Membership):
     # --- In the training loop --------------------------------------------------------------------------------------------
 
     def _between_steps(self) -> None:
-        if self._wanted:
-            self._hand_out()
-
-    def _hand_out(self) -> None:
-        """Newcomers want a copy of my state; it is made here, between two steps, and sent in the background."""
+        """Newcomers want a copy of my state; it is made here, and sent in the background."""
+        if not self._wanted:
+            return
         with self._lock:
             wanted, self._wanted = self._wanted, []
         pack = self._capture()

@@ -25,7 +25,9 @@ class Stretch(Participation):
 
     def __init__(self, exchange: Exchange, mixer: Mixer, planned: Schedule, number: int, step: int) -> None:
         super().__init__(exchange, mixer, planned)
-        self._membership = Membership(GivenSeat.at(exchange.link), f"uneven/{number}", exchange.link)
+        link = exchange.link
+        seat = GivenSeat("", 0, link.rank, link.rank, link.size, link.timeout, link.store)
+        self._membership = Membership(seat, f"uneven/{number}", link)
         self._step, self._step_began, self._step_seconds = step, time.monotonic(), 0.0
         self._reunion: Turn | None = None
 

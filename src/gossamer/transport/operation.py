@@ -4,7 +4,7 @@ gloo's own ``wait(timeout)`` closes all pairs of the process when it expires. So
 process that needs the rows waits for the thread, with a clock of its own: it can say who is late, see what the other one is doing,
 and give up.
 
-With a :class:`Guard` (see ``membership.py``) a peer that is lost ends nothing: ``lost`` says whose rows did not come whole.
+With a :class:`Guard` (see ``members/survivors.py``) a peer that is lost ends nothing: ``lost`` says whose rows did not come whole.
 """
 
 from __future__ import annotations
