@@ -517,6 +517,8 @@ class World:
         self.restarts = rng.choice((0, 0, 2))
         self.impatient = rng.random() < 0.3
         self.uneven = rng.random() < 0.3
+        # Gradients are averaged in each step, instead of parameters. (``uneven()`` is not for ``gossamer launch``.)
+        self.gradients = random.Random(~seed).random() < 0.3 and not self.uneven
         if self.uneven:
             self.every = 100  # collectives have their place outside
         self.begun: dict[int, dict[int, int]] = {}  # of each step: by epoch, a worker that has begun it
@@ -531,7 +533,6 @@ class World:
         self.builds: dict[int, dict[int, Worker]] = {}
         self.results: dict[Any, frozenset[int]] = {}
         self.said: dict[tuple[int, int, int], bool] = {}  # (epoch, number, ticket): whether a mean of gradients came
-        self.gradients = random.Random(~seed).random() < 0.25  # are averaged in each step, instead of parameters
         self.last_fault = 0.0
         self.running = self.n
         self.workers = [Worker(self, rank, rank, False) for rank in range(self.n)]
