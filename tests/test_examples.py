@@ -30,3 +30,10 @@ def test_compare_graphs():
     text = run("examples/compare_graphs.py", "digits", "--replicas", "6", "--epochs", "2")
     for name in ("centralized", "D-complete", "exponential", "torus", "ring", "Ada"):
         assert name in text
+
+
+def test_own_method():
+    text = run("examples/own_method.py")
+    assert "atc: accuracy 0." in text
+    assert "cautious:gamma=0.3: accuracy 0." in text
+    assert (ROOT / "examples" / "own_method.py").read_text() in (ROOT / "docs" / "own-method.md").read_text()

@@ -117,3 +117,8 @@ def test_mixed_precision_goes_on_after_an_overflow():
         assert numbers(text, "steps") == [60]
         assert "finite True" in text
         assert numbers(text, "->")[0] < numbers(text, "loss")[0] / 2
+
+
+def test_a_method_of_ones_own():
+    results = workers.run_ok(2, [EXAMPLES / "own_method.py"])
+    assert numbers(results[0].out, "accuracy")[0] > 0.8

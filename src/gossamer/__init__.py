@@ -5,13 +5,16 @@ from gossamer import graphs
 from gossamer.data.tasks import ACCURACY, Metric, Task
 from gossamer.errors import Diverged, Evicted, GossamerError
 from gossamer.graphs import Graph
+from gossamer.members.outages import Outage
+from gossamer.methods import Averaging, Method, Step
 from gossamer.optim import Recipe
 from gossamer.optim.accum_adam import AccumAdam, AccumAdamW
 from gossamer.optim.learning_rates import Constant, InverseSqrt, LearningRate, StepDecay, WarmupCosine
 from gossamer.parallel import DecentralizedDataParallel
 from gossamer.rows.decay import decay_groups
 from gossamer.rows.replicas import Replicas
-from gossamer.schedules import Ada, Fixed, Schedule
+from gossamer.rows.vector import Vector
+from gossamer.schedules import Ada, AdaAuto, Fixed, Schedule
 from gossamer.trainer import EpochRecord, Evaluation, Settings, Trainer, TrainingDiverged
 
 __all__ = [
@@ -19,6 +22,8 @@ __all__ = [
     "AccumAdam",
     "AccumAdamW",
     "Ada",
+    "AdaAuto",
+    "Averaging",
     "Constant",
     "DecentralizedDataParallel",
     "Diverged",
@@ -30,15 +35,19 @@ __all__ = [
     "Graph",
     "InverseSqrt",
     "LearningRate",
+    "Method",
     "Metric",
+    "Outage",
     "Recipe",
     "Replicas",
     "Schedule",
     "Settings",
+    "Step",
     "StepDecay",
     "Task",
     "Trainer",
     "TrainingDiverged",
+    "Vector",
     "WarmupCosine",
     "decay_groups",
     "graphs",

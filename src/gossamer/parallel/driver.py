@@ -70,7 +70,6 @@ class Driver:
         self.profile_every, self.on_profile = 0, None  # type: int, Callable[[Profile], object] | None
         self.grad = OwnGradients(flat)
         self.now = OwnStep(mixer, Parameters(flat.blocks, in_place=True), self.grad, self._look, self._share_momentum)
-        method.begin(self.now)
         self._graph: Graph | None = None
         self._group: object = None  # the connections of the last step, and the places that took part
         self._moments: set[str] = set()  # of this step: those that have come
@@ -79,6 +78,7 @@ class Driver:
         self._queued = False  # the end of this backward is waited for
         self._looked_for_jumps = False  # in this step
         self._jumped = False  # since the last mean of all, parameters were changed by something else than the optimizers
+        self._attached = False  # to any optimizers
         self._undo: list[Callable[[], object]] = []
 
     def overrides(self, moment: str) -> bool:
@@ -94,6 +94,9 @@ class Driver:
     def attach(self, optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler | None) -> None:
         self.detach()
         self.optimizers = tuple(optimizers)
+        if not self._attached:  # now, and not when the model was wrapped: parameters have been broadcast since
+            self._attached = True
+            self.method.begin(self.now)
         me = weakref.ref(self)  # torch's hooks must not keep a model that is dropped
 
         def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
