@@ -24,6 +24,7 @@ from gossamer.dbench import bench
 from gossamer.dbench import spec as specs
 from gossamer.dbench.store import FILE, Store
 from gossamer.members.changes import Survival
+from gossamer.parallel import state
 from tests.commands import inside
 from tests.models import task
 
@@ -48,7 +49,7 @@ def wrapped(module=None, optimizer=torch.optim.AdamW, steps=0, **options):
 
 def known(model, optimizer):
     """All that a worker knows, as something that can be compared."""
-    tensors, listed = snapshot.pack(model._capture({}))
+    tensors, listed = snapshot.pack(state.capture(model, {}))
     assert type(optimizer).__name__ in json.dumps(listed)
     return {key: t.detach().clone() for key, t in tensors.items()}, json.dumps(listed), model.steps
 
@@ -211,10 +212,10 @@ def sent_bytes(tmp_path):
         return types.SimpleNamespace(
             seat=types.SimpleNamespace(rank=1),
             _signature={"graph": "ring", **model._flat.signature()},
-            _capture=lambda: model._capture({}),
+            _capture=lambda: state.capture(model, {}),
             _look=lambda: None,
-            _layout=model._layout,
-            _restore=lambda parts: model._restore(parts, "the state of the others", {}),
+            _layout=state.layout(model),
+            _restore=lambda parts: state.restore(model, parts, "the state of the others", {}),
         )
 
     data = Survival._copied(end(donor[0]))()
@@ -469,8 +470,8 @@ def test_a_trainer_refuses_another_task_or_optimizer(tmp_path):
 
 def test_a_part_that_is_not_known_is_refused_by_name_if_it_is_required(tmp_path):
     model, _ = wrapped(steps=2)
-    parts = {**model._capture({}), "methods/tracking": {"y": torch.ones(3)}}
-    made = snapshot.Snapshot(2, model._setup() | model._signature(), parts)
+    parts = {**state.capture(model, {}), "methods/tracking": {"y": torch.ones(3)}}
+    made = snapshot.Snapshot(2, state._whole_setup(model), parts)
     path = tmp_path / "step-000000002.rank-0-of-1.ckpt"
     snapshot.save(path, made)
     refused(lambda: wrapped()[0].load(tmp_path), "'methods/tracking'", "use the one that wrote it")

@@ -20,7 +20,7 @@ from selenium.webdriver.support.ui import Select
 from gossamer import Ada, GossamerError, LearningRate, Recipe, Settings, Task, Trainer, graphs
 from gossamer.data import seeds
 from gossamer.data.sampling import sampler
-from gossamer.dbench import analysis, bench, compare, toll
+from gossamer.dbench import analysis, bench, compare, failure_costs
 from gossamer.dbench import spec as specs
 from gossamer.dbench.cell import book, run_cell
 from gossamer.dbench.failures import EventPart, FailuresPart
@@ -449,7 +449,7 @@ def test_a_cell_stopped_in_an_outage_goes_on(output, tmp_path):
 def test_the_toll_is_counted_right(output):
     runs = analysis.load(Store(output / FILE))
     by = {(r.run.method, r.run.seed, r.run.failures): r for r in runs if r.run.replicas == 8}
-    found = next(t for t in toll.tolls(runs, "some") if (t.method, t.replicas) == ("torus", 8))
+    found = next(t for t in failure_costs.failure_costs(runs, "some") if (t.method, t.replicas) == ("torus", 8))
     values = {(s, f): [e.value for e in by["torus", s, f].epochs] for s in (0, 1) for f in ("none", "some")}
     assert found.before.mean == pytest.approx(sum(values[s, "some"][0] for s in (0, 1)) / 2)
     assert found.worst.mean == pytest.approx(sum(min(values[s, "some"][1:]) for s in (0, 1)) / 2)
@@ -457,7 +457,7 @@ def test_the_toll_is_counted_right(output):
     assert found.cost_end.mean == pytest.approx(sum(values[s, "none"][-1] - values[s, "some"][-1] for s in (0, 1)) / 2)
     lost = [c - f for s in (0, 1) for c, f in zip(values[s, "none"][1:], values[s, "some"][1:], strict=True)]
     assert found.cost_meanwhile.mean == pytest.approx(sum(lost) / 6)
-    lower = next(t for t in toll.tolls(runs, "some", False) if (t.method, t.replicas) == ("torus", 8))
+    lower = next(t for t in failure_costs.failure_costs(runs, "some", False) if (t.method, t.replicas) == ("torus", 8))
     assert lower.cost_end.mean == -found.cost_end.mean
     assert lower.worst.mean == pytest.approx(sum(max(values[s, "some"][1:]) for s in (0, 1)) / 2)
 
@@ -475,13 +475,13 @@ def test_the_toll_is_counted_right(output):
 )
 def test_which_epochs_saw_the_outage(outages, expected):
     run = SimpleNamespace(outages=outages)
-    assert list(range(6))[toll._span(run)] == expected
+    assert list(range(6))[failure_costs._span(run)] == expected
 
 
 def test_the_report_shows_the_failures(output):
     page = (output / "report.html").read_text()
     assert "Through the failures" in page
-    section = page[page.index("<section id='toll'>") :]
+    section = page[page.index("<section id='failures'>") :]
     section = section[: section.index("</section>")]
     assert section.count("<tr><th>torus</th>") == 4
     assert "n=8: 2 of 8 workers away from epoch 1 until epoch 2.6; 2 of 8 workers away from epoch 3 for good" in section
@@ -501,7 +501,7 @@ def test_the_report_shows_the_failures(output):
     runs = analysis.load(Store(output / FILE))
     lines = {trace["name"]: trace["y"] for trace in figure["variants"][0]["data"]}
     for name, failures in (("ring", "some"), ("ring, nobody fails", "none")):
-        cell = analysis.select(toll.among(runs, failures), "ring", 8)
+        cell = analysis.select(failure_costs.among(runs, failures), "ring", 8)
         assert lines[name] == pytest.approx([sum(r.epochs[e].value for r in cell) / 2 for e in range(4)], rel=1e-4)
     others = {
         trace.get("name")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gossamer.parallel.module import _per_host
+from gossamer.parallel.checks import over_hosts
 from gossamer.schedules import schedule
 
 
@@ -25,6 +25,6 @@ def test_the_default_graph_goes_by_what_torchrun_says_of_the_hosts(world, local,
             monkeypatch.delenv(key, raising=False)
         else:
             monkeypatch.setenv(key, str(value))
-    assert _per_host("auto") == expected
-    assert _per_host("ring") == "ring"
-    assert schedule(_per_host("auto"), world or 1).describe() == expected
+    assert over_hosts("auto") == expected
+    assert over_hosts("ring") == "ring"
+    assert schedule(over_hosts("auto"), world or 1).describe() == expected

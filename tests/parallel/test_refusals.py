@@ -149,7 +149,7 @@ def test_what_ddp_has_is_there_or_refused_with_advice(world):
         ({"device_ids": [0]}, "device_ids is an argument of torch's DDP .*move the module to its device first"),
         ({"find_unused_parameters": True}, "leave it out: a parameter without a gradient is averaged"),
         ({"graph": [0]}, "device_ids is an argument"),
-        ({"graph": "allreduce"}, "no graph 'allreduce'; did you mean 'all-reduce'"),
+        ({"graph": "al-reduce"}, "no graph 'al-reduce'; did you mean 'all-reduce'"),
         ({"graph": "ada-autoo"}, "did you mean 'ada-auto'"),
     ):
         with pytest.raises(GossamerError, match=match):

@@ -9,7 +9,7 @@ import math
 from rich.table import Table
 from rich.text import Text
 
-from gossamer.dbench import analysis, toll
+from gossamer.dbench import analysis, failure_costs
 from gossamer.dbench.analysis import Estimate, RunData
 from gossamer.dbench.failures import NONE
 from gossamer.dbench.findings import shown
@@ -45,7 +45,7 @@ def table(first: Store, second: Store) -> Table:
     for n, failures, method in itertools.product(
         analysis.scales([*a, *b]), first.spec().failures or (NONE,), analysis.methods([*a, *b])
     ):
-        x, y = (analysis.select(toll.among(runs, failures), method, n) for runs in (a, b))
+        x, y = (analysis.select(failure_costs.among(runs, failures), method, n) for runs in (a, b))
         name = method if failures == NONE else f"{method}, {failures}"
         if x and y:
             made.add_row(*map(Text, (name, str(n), *_row(x, y, higher))))

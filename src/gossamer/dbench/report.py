@@ -14,7 +14,7 @@ from pathlib import Path
 from plotly.offline import get_plotlyjs
 
 from gossamer import graphs
-from gossamer.dbench import analysis, partition, toll
+from gossamer.dbench import analysis, failure_costs, partition
 from gossamer.dbench.analysis import Final, RunData
 from gossamer.dbench.failures import NONE
 from gossamer.dbench.figures import figures
@@ -51,10 +51,10 @@ def page(store: Store, runs: Sequence[RunData]) -> str:
     metric = store.meta("metric")
     name, higher = metric["name"], metric["higher_is_better"]
     split = partition.kept(store)
-    through = [toll.figure(runs, name, higher)] if toll.scenarios(runs) else []
-    every, runs = runs, toll.reference(runs)
+    through = [failure_costs.figure(runs, name, higher)] if failure_costs.scenarios(runs) else []
+    every, runs = runs, failure_costs.reference(runs)
     drawn = [asdict(figure) for figure in (*through, *figures(runs, name, higher, split))]
-    said = findings(runs, spec, name, higher, split) + toll.sentences(every, spec, name, higher)
+    said = findings(runs, spec, name, higher, split) + failure_costs.sentences(every, spec, name, higher)
     left = sum(run.status not in FINISHED for run in store.runs())
     parts = {
         "TITLE": html.escape(f"DBench: {spec.name}"),
@@ -62,7 +62,7 @@ def page(store: Store, runs: Sequence[RunData]) -> str:
         "UNFINISHED": f"<p class='note'>{left} runs are not finished; this report shows the others.</p>" if left else "",
         "TABLE": _table(runs, name, higher, _statistics(store, spec) + _which(every, runs)),
         "FINDINGS": "".join(f"<li>{html.escape(sentence)}</li>" for sentence in said),
-        "FAILURES": toll.section(every, spec, name, higher),
+        "FAILURES": failure_costs.section(every, spec, name, higher),
         "ADA": _pictures(runs),
         "SPEC": html.escape(_spec(spec)),
         "MACHINE": _machine(every),
@@ -99,7 +99,7 @@ def _statistics(store: Store, spec: Spec) -> str:
 
 def _which(every: Sequence[RunData], runs: Sequence[RunData]) -> str:
     """Which of the runs this is about, if there are such with failures."""
-    if not toll.scenarios(every):
+    if not failure_costs.scenarios(every):
         return ""
     name = runs[0].run.failures
     which = "in which nobody fails" if name == NONE else f"with failures “{name}”"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from gossamer.errors import GossamerError
+from gossamer.graphs import Graph, plain_name, told_hosts
+from gossamer.schedules import Schedule
 
 
 def refuse_unfit(module: nn.Module) -> None:
@@ -80,3 +83,48 @@ def refuse_ddps(given: Sequence[str]) -> None:
 def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise GossamerError(f"{key}={value!r} is not known; use {' or '.join(map(repr, choices))}")
+
+
+# --- Calls at a wrong moment --------------------------------------------------------------------------------------------------
+
+
+def refuse_copy(is_copy: bool, what: str) -> None:
+    if is_copy:
+        raise GossamerError(
+            f"{what} on a closed DecentralizedDataParallel, or a copy of one: it takes no part in the averaging"
+        )
+
+
+def refuse_alone(uneven: bool, what: str, step: int) -> None:
+    if uneven:
+        raise GossamerError(f"{what} inside uneven() (step {step}): not all workers may get there; call it after the block")
+
+
+def refuse_busy(busy: bool, what: str, step: int) -> None:
+    if busy:
+        raise GossamerError(
+            f"{what} after a training-mode forward and before step() (step {step}), while parameters are being sent; "
+            "call it after optimizer.step() (also for micro-batches that are left over), or run that forward in eval mode or "
+            "under torch.no_grad()"
+        )
+
+
+def refuse_averaged(averaged: bool, what: str, step: int) -> None:
+    if averaged:
+        raise GossamerError(f"{what} inside consensus() (step {step}): call it after the block")
+
+
+# --- The default graph ---------------------------------------------------------------------------------------------------------
+
+
+def over_hosts(graph: str | Graph | Schedule) -> str | Graph | Schedule:
+    """What torchrun says about hosts decides what ``auto`` is; a graph over hosts takes the workers per host from there too."""
+    # Who joins a job has other numbers than those who began it, and must find the same graph: our launcher says what they were.
+    env = os.environ
+    n = int(env.get("GOSSAMER_WORKERS") or env.get("WORLD_SIZE") or 1)
+    local = int(env.get("GOSSAMER_WORKERS_PER_HOST") or env.get("LOCAL_WORLD_SIZE") or 1)
+    if isinstance(graph, str) and plain_name(graph) == "auto":
+        hosts, rest = divmod(n, local)
+        over_hosts = local > 1 and hosts > 1 and not rest and not hosts & (hosts - 1)
+        graph = "alternating-exponential-ring" if over_hosts else "one-peer-exponential"
+    return told_hosts(graph, local) if "LOCAL_WORLD_SIZE" in env else graph

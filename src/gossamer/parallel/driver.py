@@ -376,3 +376,15 @@ class Driver:
         for block in self.flat.blocks:
             self.mixer.look_for_fault(block, block.x[0])
         return self.mixer.fault
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method, for a holder that outlives its object, or that the object holds: it must be possible to drop the model."""
+    held = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        there = held()
+        assert there is not None
+        return there(*args)
+
+    return call

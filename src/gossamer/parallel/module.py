@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,21 +26,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gossamer.checkpoints import shards
-from gossamer.checkpoints import worker as state_of_worker
-from gossamer.checkpoints.snapshot import Snapshot
 from gossamer.errors import GossamerError
-from gossamer.graphs import Graph, plain_name, told_hosts
-from gossamer.members.changes import Survival
+from gossamer.graphs import Graph
 from gossamer.members.roster import Change
 from gossamer.members.store import Seat, open_link
 from gossamer.methods import ALL_REDUCE, Averaging, Method, SharedMomentum
 from gossamer.methods import method as method_of
 from gossamer.optim import momentum
-from gossamer.parallel import averaged
-from gossamer.parallel.checks import check_choice, refuse_ddps, refuse_strangers, refuse_unfit
-from gossamer.parallel.driver import Driver
-from gossamer.parallel.uneven import Stretch
+from gossamer.parallel import averaged, checks, state
+from gossamer.parallel.driver import Driver, weakly
+from gossamer.parallel.uneven import stretch
 from gossamer.parallel.wrapper import Wrapper
 from gossamer.rows.flat import Flat
 from gossamer.rows.profile import Profile
@@ -91,14 +84,14 @@ class DecentralizedDataParallel(Wrapper):
         **ddps: object,
     ) -> None:
         super().__init__()
-        refuse_ddps([*ddps, *(["device_ids"] if isinstance(graph, (list, tuple)) else [])])
+        checks.refuse_ddps([*ddps, *(["device_ids"] if isinstance(graph, (list, tuple)) else [])])
         if order is not None:
-            check_choice("order", order, ("awc", "atc"))
-        check_choice("init", init, ("broadcast", "keep"))
+            checks.check_choice("order", order, ("awc", "atc"))
+        checks.check_choice("init", init, ("broadcast", "keep"))
         if order is not None and method is not None:
             raise GossamerError(f"order={order!r} and method={method!r} say the same thing; give method alone")
-        how = Averaging.of(graph, method or order, wire, local_steps)
-        refuse_unfit(module)
+        how = Averaging.of(graph, method, wire, local_steps)
+        checks.refuse_unfit(module)
         self.module = module
         self._flat = Flat(self._bare())
         link = open_link(self._flat.device, timeout, joins=True)
@@ -109,8 +102,8 @@ class DecentralizedDataParallel(Wrapper):
         mixer = self._mixer = Mixer(self._exchange.size if self._exchange else 1, self._exchange, wire, send_copy)
         mixer.check_finite = check_finite
         planned = self._seat.size if self._seat else mixer.n
-        self.schedule = schedule(_per_host(how.graph), planned, (ALL_REDUCE, "auto"))
-        self.method = how.method or method_of(self.schedule.order)
+        self.schedule = schedule(checks.over_hosts(how.graph), planned, (ALL_REDUCE, "auto"))
+        self.method = how.method or method_of(order or self.schedule.order)
         self.local_steps, self.send_copy = local_steps, send_copy
         if self.schedule.by_epoch and not (epochs and steps_per_epoch):
             raise GossamerError(
@@ -125,18 +118,24 @@ class DecentralizedDataParallel(Wrapper):
         drive = Driver(self._flat, mixer, rule, self.schedule, self.rank, how.every, epochs or 1, steps_per_epoch)
         self._driver = drive
         if self.schedule.watches and self._exchange is not None:
-            mixer.probe = Probe(self._exchange, _weakly(drive.rate), _weakly(drive.learnt))
+            mixer.probe = Probe(self._exchange, weakly(drive.rate), weakly(drive.learnt))
         self.require_backward_grad_sync = True  # as in torch's DDP: see no_sync()
         self._stretches = 0
         self._also: Mapping[str, Any] = {}
         self._warned = False
         # Not as a decorator: that would load the whole compiler when Gossamer is imported.
-        self._plainly = torch.compiler.disable(_weakly(self._on_forward))
+        self._plainly = torch.compiler.disable(weakly(self._on_forward))
         if self._exchange is not None:
             weakref.finalize(self, self._exchange.drop).atexit = False
         if self._exchange is not None and not self._joins:
             self._agree(
-                {**self._setup(), "wire": wire, "init": init, "epochs": str(epochs), "steps_per_epoch": str(steps_per_epoch)}
+                {
+                    **state.setup(self),
+                    "wire": wire,
+                    "init": init,
+                    "epochs": str(epochs),
+                    "steps_per_epoch": str(steps_per_epoch),
+                }
                 | {"check_finite": str(check_finite)}
             )
             self._agree(self._flat.signature())
@@ -230,7 +229,7 @@ class DecentralizedDataParallel(Wrapper):
         """
         self._refuse_alone("gossip()")
         self._refuse_busy("gossip()")
-        refuse_strangers(optimizers, self._bare(), self._flat.names)
+        checks.refuse_strangers(optimizers, self._bare(), self._flat.names)
         for optimizer in optimizers if self.schedule.shares_momentum else ():
             momentum.check(optimizer)
         if isinstance(self.schedule, Fixed):  # others are asked before the first step
@@ -245,31 +244,9 @@ class DecentralizedDataParallel(Wrapper):
         self._driver.attach(optimizers, scaler)
         self._driver.profile_every, self._driver.on_profile = profile_every or 0, on_profile
         if self._seat is not None and self._exchange is not None:
-            self._survive(self._seat, self._exchange, also or {}, on_change)
-
-    def _survive(
-        self, seat: Seat, exchange: Exchange, also: Mapping[str, Any], on_change: Callable[[Change], object] | None
-    ) -> None:
-        driver = self._driver
-        if driver.survival is None:
-            optimizers = ", ".join(type(optimizer).__name__ for optimizer in driver.optimizers)
-            signature = {key: value for key, value in self._setup().items() if key != "workers"} | self._flat.signature()
-            driver.survival = Survival(
-                seat,
-                exchange,
-                self._mixer,
-                self.schedule,
-                _weakly(self._captured),
-                _weakly(self._take_over),
-                {**signature, "wire": self._mixer.wire.name, "the optimizers": optimizers},
-                driver.fault,
-                self._layout,
-                self.averages_gradients,
-            )
-            if seat.joins:
-                driver.steps = driver.survival.position()
-        self._also = also
-        driver.survival.on_change = on_change
+            self._also = also or {}
+            survival = self._driver.survival or state.survival(self, self._seat, self._exchange)
+            self._driver.survival, survival.on_change = survival, on_change
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.training and torch.is_grad_enabled() and not self.is_copy and not self._driver.averaged:
@@ -361,16 +338,8 @@ class DecentralizedDataParallel(Wrapper):
             yield
             return
         self._stretches += 1
-        driver.stretch = stretch = Stretch(self._exchange, self._mixer, self.schedule, self._stretches, self.steps)
-        try:
+        with stretch(driver, self._exchange, self._stretches):
             yield
-            stretch.leave(self.steps, driver.idle_step)
-            driver.steps = stretch.rejoin(self.steps, self._flat)
-        except BaseException:
-            stretch.abandon()
-            raise
-        finally:
-            driver.stretch = None
 
     # --- Checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -387,71 +356,16 @@ class DecentralizedDataParallel(Wrapper):
         if self._joining:
             print(f"gossamer: rank {self.rank} takes no part until its next training step, and saves nothing", flush=True)
             return
-        state = self._capture(also or {})
-        with self.consensus():
-            averaged = {name: t.clone() for name, t in self.state_dict().items() if isinstance(t, Tensor)}
-        while True:
-            members = self.members
-            setup, place = self._setup() | self._signature(), members.index(self.rank)
-            shards.write(Path(folder), self.steps, place, len(members), state, setup, None if place else averaged)
-            if self._exchange is not None:
-                self._exchange.gather(torch.zeros(1), "save()")
-            if self.members == members:
-                break  # otherwise a worker died meanwhile, and there would be no whole set of files
-        shards.prune(Path(folder), self.steps)
+        state.save(self, Path(folder), also or {})
 
     @torch.inference_mode(False)
     def load(self, folder: Path | str, also: Mapping[str, Any] | None = None) -> bool:
         """Go on from the last step that all workers have on disk. Returns whether there was one. Call it after ``gossip()``."""
         self._refuse_alone("load()")
         self._refuse_busy("load()")
-        driver = self._driver
-        if driver.survival is not None and driver.survival.joining:
+        if self._driver.survival is not None and self._driver.survival.joining:
             return False  # the others are further: it takes over the state of one of them
-        check = functools.partial(self._check, also or {})
-        setup = self._setup() | self._signature()
-        found = shards.load(Path(folder), setup, self._exchange, self._layout, self._flat.device, check)
-        if found is None:
-            return False
-        self._restore(found.parts, f"the checkpoint in {folder}", also or {})
-        driver.steps = found.step
-        driver.reset()
-        return True
-
-    @property
-    def _layout(self) -> state_of_worker.Layout:
-        return state_of_worker.layout(self._driver.now.part)
-
-    def _check(self, also: Mapping[str, Any], found: Snapshot, where: str) -> None:
-        state_of_worker.check(found.parts, where, self._bare(), self._driver.optimizers, also, self._driver.now)
-
-    def _signature(self) -> dict[str, str]:
-        return {"wire": self._mixer.wire.name, **state_of_worker.signature(self._bare(), self._driver.optimizers)}
-
-    def _captured(self) -> dict[str, Any]:
-        """For a worker that joins."""
-        return self._capture(self._also)
-
-    def _take_over(self, state: dict[str, Any]) -> None:
-        self._restore(state, "the state of the others", self._also)
-
-    def _capture(self, also: Mapping[str, Any]) -> dict[str, Any]:
-        driver = self._driver
-        state = state_of_worker.capture(self._bare(), driver.optimizers, self.schedule, driver.signals, also, driver.now)
-        now = driver.current_schedule.state_dict()
-        state["schedule"] |= {key: value for key, value in now.items() if key != "changes"}
-        return state | {"means": self._mixer.state_dict(self._flat.blocks)}
-
-    def _restore(self, state: dict[str, Any], where: str, also: Mapping[str, Any]) -> None:
-        driver = self._driver
-        driver.signals = state_of_worker.restore(state, where, self._bare(), driver.optimizers, self.schedule, also, driver.now)
-        self._mixer.load_state_dict(self._flat.blocks, state["means"])
-
-    def _setup(self) -> dict[str, str]:
-        graph, order = self.schedule.describe(), self.method.describe()
-        if self.method.name == ALL_REDUCE:
-            graph, order = ALL_REDUCE, self.schedule.order  # as checkpoints have it
-        return {"graph": graph, "order": order, "local_steps": str(self.local_steps), "workers": str(self.size)}
+        return state.load(self, Path(folder), also or {})
 
     # --- The end, and copies ---------------------------------------------------------------------------------------------
 
@@ -476,52 +390,15 @@ class DecentralizedDataParallel(Wrapper):
         return made
 
     def _refuse_copy(self, what: str) -> None:
-        if self.is_copy:
-            raise GossamerError(
-                f"{what} on a closed DecentralizedDataParallel, or a copy of one: it takes no part in the averaging"
-            )
+        checks.refuse_copy(self.is_copy, what)
 
     def _refuse_alone(self, what: str) -> None:
         """What all workers have to do together."""
         self._refuse_copy(what)
-        if self._driver.stretch is not None:
-            raise GossamerError(
-                f"{what} inside uneven() (step {self.steps}): not all workers may get there; call it after the block"
-            )
+        checks.refuse_alone(self._driver.stretch is not None, what, self.steps)
 
     def _refuse_busy(self, what: str) -> None:
-        if not self.is_copy and self._driver.busy:
-            raise GossamerError(
-                f"{what} after a training-mode forward and before step() (step {self.steps}), while parameters are being sent; "
-                "call it after optimizer.step() (also for micro-batches that are left over), or run that forward in eval mode or "
-                "under torch.no_grad()"
-            )
+        checks.refuse_busy(not self.is_copy and self._driver.busy, what, 0 if self.is_copy else self.steps)
 
     def _refuse_averaged(self, what: str) -> None:
-        if self._driver.averaged:
-            raise GossamerError(f"{what} inside consensus() (step {self.steps}): call it after the block")
-
-
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method, for a holder that outlives its object, or that the object holds: it must be possible to drop the model."""
-    held = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        there = held()
-        assert there is not None
-        return there(*args)
-
-    return call
-
-
-def _per_host(graph: str | Graph | Schedule) -> str | Graph | Schedule:
-    """What torchrun says about hosts decides what ``auto`` is; a graph over hosts takes the workers per host from there too."""
-    # Who joins a job has other numbers than those who began it, and must find the same graph: our launcher says what they were.
-    env = os.environ
-    n = int(env.get("GOSSAMER_WORKERS") or env.get("WORLD_SIZE") or 1)
-    local = int(env.get("GOSSAMER_WORKERS_PER_HOST") or env.get("LOCAL_WORLD_SIZE") or 1)
-    if isinstance(graph, str) and plain_name(graph) == "auto":
-        hosts, rest = divmod(n, local)
-        over_hosts = local > 1 and hosts > 1 and not rest and not hosts & (hosts - 1)
-        graph = "alternating-exponential-ring" if over_hosts else "one-peer-exponential"
-    return told_hosts(graph, local) if "LOCAL_WORLD_SIZE" in env else graph
+        checks.refuse_averaged(self._driver.averaged, what, self.steps)

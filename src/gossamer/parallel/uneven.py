@@ -3,8 +3,10 @@ end all are together again. See ``members/roster.py`` for how they agree on the 
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +18,9 @@ from gossamer.rows.flat import Flat
 from gossamer.schedules import Schedule
 from gossamer.transport.exchange import Exchange
 from gossamer.transport.mixer import Mixer
+
+if TYPE_CHECKING:
+    from gossamer.parallel.driver import Driver
 
 _GRACE = 0.3  # seconds (and two steps) that are given to the others to finish as well
 
@@ -77,3 +82,18 @@ class Stretch(Participation):
 
     def abandon(self) -> None:
         self._membership.close(orderly=False)
+
+
+@contextlib.contextmanager
+def stretch(driver: Driver, exchange: Exchange, number: int) -> Iterator[None]:
+    """The block of ``uneven()``."""
+    driver.stretch = here = Stretch(exchange, driver.mixer, driver.schedule, number, driver.steps)
+    try:
+        yield
+        here.leave(driver.steps, driver.idle_step)
+        driver.steps = here.rejoin(driver.steps, driver.flat)
+    except BaseException:
+        here.abandon()
+        raise
+    finally:
+        driver.stretch = None

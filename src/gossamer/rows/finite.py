@@ -1,8 +1,8 @@
 """Rows that are not finite, because a worker has diverged: how they are found, and what is said about them.
 
-The smallest and the largest number of a row are finite only if all of them are. One pass finds both, just before the row is mixed: then it
-is in the cache. Where columns of all rows are mixed by their owner, the owner looks at what it has made, and marks all of it if some is
-not finite: so those that get it look at one number.
+The sum of a row is finite only if all of its numbers are. One pass finds it, just before the row is mixed: then it is in the cache.
+Where columns of all rows are mixed by their owner, the owner looks at what it has made, and marks all of it if some is not finite: so those
+that get it look at one number.
 
 Receivers look at the whole of each row that comes by an edge. A sender, to hear that it has diverged, looks at a share of its own row
 only, at another one each time: that costs little. One number that is not finite makes most of the others so within a step or two.
@@ -33,9 +33,11 @@ class Fault(NamedTuple):
 
 
 def finite(row: Tensor) -> bool:
-    if not row.numel():
+    if not row.numel() or math.isfinite(row.sum()):
         return True
-    least, most = torch.aminmax(row)  # what is no number makes both so
+    least, most = torch.aminmax(
+        row
+    )  # large numbers may have a sum that is not finite; what is no number makes both of these so
     return math.isfinite(least) and math.isfinite(most)
 
 

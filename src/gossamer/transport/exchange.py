@@ -25,6 +25,7 @@ from gossamer.errors import GossamerError
 from gossamer.transport import waiting
 from gossamer.transport.link import Link, Message, Tag
 from gossamer.transport.operation import Guard, Operation, Stage, Traffic, Waiter, Works, first_line
+from gossamer.transport.routes import columns
 
 _KINDS = {"mean()": 1, "consensus()": 2, "average_()": 3, "save()": 4, "load()": 5, "profile": 6, "uneven()": 7}
 _LATER = 64  # collectives of a link before its epoch begins are counted from 0, those after from here: newcomers know nothing of the first
@@ -119,7 +120,7 @@ class Exchange:
         operation = Operation(
             self, what, tag, frozenset(self.living[q] for q in (members if between is None else range(self.size)))
         )
-        x, y = scratch or tuple(rows.new_empty(2, len(members) * r, self.owned(width, members, unit)))
+        x, y = scratch or tuple(rows.new_empty(2, len(members) * r, mine.stop - mine.start))
         others = [(k, peer) for k, peer in enumerate(members) if k != me]
         place = {k: slice(k * r, (k + 1) * r) for k in range(len(members))}
         out_1 = self._messages([(peer, rows[:, owned[k]]) for k, peer in others], tag, True)
@@ -150,14 +151,9 @@ class Exchange:
             later.insert(0, meet)
         return self._start(operation, out_1, in_1, later, kept)
 
-    def owned(self, width: int, members: Sequence[int], unit: int = 1) -> int:
-        """How many of the columns are mine."""
-        mine = columns(width, len(members), members.index(self.rank), unit)
-        return mine.stop - mine.start
-
-    def begins(self, width: int, members: Sequence[int], unit: int = 1) -> int:
-        """The first of them."""
-        return columns(width, len(members), members.index(self.rank), unit).start
+    def owned(self, width: int, members: Sequence[int], unit: int = 1) -> slice:
+        """The columns that are mine."""
+        return columns(width, len(members), members.index(self.rank), unit)
 
     # --- What all processes do together, outside of a step ----------------------------------------------------------------
 
@@ -272,7 +268,7 @@ class Exchange:
         messages: list[Message] = []
         for peer, rows in parcels:
             part = numbers.get((peer, send), 0)
-            for row in _rows(rows):
+            for row in rows.unbind(0) if rows.ndim == 2 else (rows,):
                 for piece in row.split(max(1, self.chunk // row.element_size())) if row.numel() else ():
                     messages.append(Message(self.living[peer], tag.part(part), piece))
                     part += 1
@@ -398,20 +394,7 @@ def _close_all() -> None:
         exchange.close(orderly)
 
 
-def columns(width: int, members: int, k: int, unit: int = 1) -> slice:
-    """The columns that the k-th member owns. ``unit``: so many must stay together. If any can be cut off, then in multiples of 16, so
-    that they start on a line of the cache."""
-    if unit == 1 and width >= 16 * members:
-        unit = 16
-    share = -(-width // members // unit) * unit
-    return slice(min(k * share, width), min((k + 1) * share, width))
-
-
 def poisoned(row: Tensor, count: int) -> Tensor:
     """Room for so many rows, which no reader takes for values before it is filled."""
     lowest = math.nan if row.dtype.is_floating_point else torch.iinfo(row.dtype).min
     return row.new_full((count, row.numel()), lowest)
-
-
-def _rows(rows: Tensor) -> Sequence[Tensor]:
-    return rows.unbind(0) if rows.ndim == 2 else (rows,)

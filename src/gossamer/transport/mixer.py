@@ -189,7 +189,8 @@ class Mixer:
         if part.plan.reduced and len(rows) > 1:
             rows = torch.mean(rows, dim=0, keepdim=True, out=self._take(part, (1, rows.shape[1]), dtype))
         part.result = self._take(part, rows.shape, dtype)
-        mine = self.exchange.owned(rows.shape[1], members)
+        owned = self.exchange.owned(rows.shape[1], members)
+        mine = owned.stop - owned.start
         x, y = (self._take(part, (len(members) * len(rows), mine), dtype) for _ in range(2))
         apply, between = self._between(part, mine)
         part.operation = self.exchange.slices(rows, part.result, members, apply, tag, (x, y), between=between)
@@ -199,8 +200,8 @@ class Mixer:
         assert self.exchange is not None
         rows = self._sent(part)
         wide, members, n = codec.width(rows.shape[1]), part.plan.members, part.round.n
-        mine = self.exchange.owned(wide, members, codec.UNIT)
-        first, step = self.exchange.begins(wide, members, codec.UNIT) // codec.UNIT, part.step
+        owned = self.exchange.owned(wide, members, codec.UNIT)
+        mine, first, step = owned.stop - owned.start, owned.start // codec.UNIT, part.step
         sent, part.codes = (self._take(part, (len(rows), wide), torch.uint8) for _ in range(2))
         x, y = (self._take(part, (n, mine), torch.uint8) for _ in range(2))
         movement.encode(rows, sent, step, self.rows.start)

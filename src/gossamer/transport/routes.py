@@ -64,6 +64,15 @@ def rows_of(process: int, n: int, p: int) -> range:
     return range(process * r, (process + 1) * r)
 
 
+def columns(width: int, members: int, k: int, unit: int = 1) -> slice:
+    """The columns that the k-th member owns. ``unit``: so many must stay together. If any can be cut off, then in multiples of 16, so
+    that they start on a line of the cache."""
+    if unit == 1 and width >= 16 * members:
+        unit = 16
+    share = -(-width // members // unit) * unit
+    return slice(min(k * share, width), min((k + 1) * share, width))
+
+
 @lru_cache(maxsize=256)
 def plan(round_: Round, p: int, process: int, quantized: bool = False, alike: bool = False) -> Plan:
     """``quantized``: rows travel on a wire that rounds, which only edges can do, and no sums, which would be rounded once more. ``alike``:

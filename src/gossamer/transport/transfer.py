@@ -17,9 +17,8 @@ from gossamer.graphs.rounds import Round
 from gossamer.rows import codec, finite, mixing
 from gossamer.rows.vector import Parameters, Vector
 from gossamer.rows.wires import Wire
-from gossamer.transport.exchange import columns
 from gossamer.transport.operation import Operation
-from gossamer.transport.routes import Plan
+from gossamer.transport.routes import Plan, columns
 
 if TYPE_CHECKING:
     from gossamer.transport.mixer import Mixer

@@ -40,7 +40,7 @@ def scenarios(runs: Sequence[RunData]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Toll:
+class FailureCost:
     """Of one method at one scale, over the seeds. ``before``: at the last epoch's end before anybody failed; ``worst``: at the worst
     one from then on until all were back. Costs are above 0 where it got worse: on average until all were back, and at the end."""
 
@@ -54,13 +54,13 @@ class Toll:
     diverged: int
 
 
-def tolls(runs: Sequence[RunData], failures: str, higher_is_better: bool = True) -> list[Toll]:
+def failure_costs(runs: Sequence[RunData], failures: str, higher_is_better: bool = True) -> list[FailureCost]:
     failing = among(runs, failures)
     cells = ((method, n) for n in analysis.scales(failing) for method in analysis.methods(failing))
-    return [_toll(cell, among(runs, NONE), higher_is_better) for m, n in cells if (cell := analysis.select(failing, m, n))]
+    return [_cost(cell, among(runs, NONE), higher_is_better) for m, n in cells if (cell := analysis.select(failing, m, n))]
 
 
-def _toll(cell: list[RunData], calm: list[RunData], higher: bool) -> Toll:
+def _cost(cell: list[RunData], calm: list[RunData], higher: bool) -> FailureCost:
     sign, bad = (1, min) if higher else (-1, max)
     method, n = cell[0].run.method, cell[0].run.replicas
     before: list[float] = []
@@ -82,7 +82,9 @@ def _toll(cell: list[RunData], calm: list[RunData], higher: bool) -> Toll:
             meanwhile.append(sign * float(np.mean([c - f for c, f in pairs])))
     values_at_end = estimate(r.value for r in cell if r.value is not None)
     diverged = sum(r.value is None for r in cell)
-    return Toll(method, n, estimate(before), estimate(worst), values_at_end, estimate(meanwhile), estimate(end), diverged)
+    return FailureCost(
+        method, n, estimate(before), estimate(worst), values_at_end, estimate(meanwhile), estimate(end), diverged
+    )
 
 
 def _span(r: RunData) -> slice | None:
@@ -104,11 +106,11 @@ def sentences(runs: Sequence[RunData], spec: Spec, metric: str, higher_is_better
     for name in scenarios(runs):
         costly: list[str] = []
         rest: list[str] = []
-        for toll in tolls(runs, name, higher_is_better):
-            e = toll.cost_end
-            if toll.replicas != n or toll.diverged or math.isnan(e.low):
+        for cost in failure_costs(runs, name, higher_is_better):
+            e = cost.cost_end
+            if cost.replicas != n or cost.diverged or math.isnan(e.low):
                 continue
-            text = f"{toll.method} ({e.mean:+.{digits(e.mean)}f}, {interval(e)})"
+            text = f"{cost.method} ({e.mean:+.{digits(e.mean)}f}, {interval(e)})"
             (costly if e.above_zero() else rest).append(text)
         if costly or rest:
             parts = [f"cost at the end in {metric}, seed by seed: {'; '.join(costly)}"] if costly else []
@@ -132,11 +134,11 @@ def section(runs: Sequence[RunData], spec: Spec, metric: str, higher_is_better: 
     parts = []
     for name in scenarios(runs):
         rows = []
-        for toll in tolls(runs, name, higher_is_better):
-            numbers = (toll.before, toll.worst, toll.end, toll.cost_meanwhile, toll.cost_end)
-            more = f" ({toll.diverged} diverged)" if toll.diverged else ""
+        for cost in failure_costs(runs, name, higher_is_better):
+            numbers = (cost.before, cost.worst, cost.end, cost.cost_meanwhile, cost.cost_end)
+            more = f" ({cost.diverged} diverged)" if cost.diverged else ""
             cells = "".join(f"<td>{html.escape(shown(e)).replace('-0.000', '0.000')}</td>" for e in numbers)
-            rows.append(f"<tr><th>{html.escape(toll.method + more)}</th><td>{toll.replicas}</td>{cells}</tr>")
+            rows.append(f"<tr><th>{html.escape(cost.method + more)}</th><td>{cost.replicas}</td>{cells}</tr>")
         what = "; ".join(f"n={n}: {spec.failures[name].describe(n)}" for n in analysis.scales(among(runs, name)))
         parts.append(
             f"<h3>{html.escape(name)}</h3><p>{html.escape(what)}.{html.escape(_substitutes(runs, spec, name))}</p>"
@@ -151,7 +153,7 @@ def section(runs: Sequence[RunData], spec: Spec, metric: str, higher_is_better: 
         f"{metric.capitalize()} of the averaged model of those who are there, mean ± 95 % interval over seeds: at the end of the last "
         f"epoch before anybody failed, at the worst one from then on until all were back, and at the end of training. {against}"
     )
-    return f"<section id='toll'><h2>Through the failures</h2><p>{html.escape(about)}</p>{''.join(parts)}</section>"
+    return f"<section id='failures'><h2>Through the failures</h2><p>{html.escape(about)}</p>{''.join(parts)}</section>"
 
 
 def _substitutes(runs: Sequence[RunData], spec: Spec, failures: str) -> str:
