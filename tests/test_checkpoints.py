@@ -321,7 +321,7 @@ def library_of_version_1(tmp_path, model, optimizer, setup=None):
         "also": {},
     }
     tensors = {}
-    header = {"step": model.steps, "setup": setup or model._setup(), "state": snapshot.flatten("state", state, tensors)}
+    header = {"step": model.steps, "setup": setup or state.setup(model), "state": snapshot.flatten("state", state, tensors)}
     path = tmp_path / f"step-{model.steps:09d}.rank-0-of-1.ckpt"
     as_version_1(path, tensors, header)
     return path
