@@ -24,7 +24,7 @@ from gossamer.dbench import bench
 from gossamer.dbench import spec as specs
 from gossamer.dbench.store import FILE, Store
 from gossamer.members.changes import Survival
-from gossamer.parallel import state
+from gossamer.parallel import state as parts_of_worker
 from tests.commands import inside
 from tests.models import task
 
@@ -49,7 +49,7 @@ def wrapped(module=None, optimizer=torch.optim.AdamW, steps=0, **options):
 
 def known(model, optimizer):
     """All that a worker knows, as something that can be compared."""
-    tensors, listed = snapshot.pack(state.capture(model, {}))
+    tensors, listed = snapshot.pack(parts_of_worker.capture(model, {}))
     assert type(optimizer).__name__ in json.dumps(listed)
     return {key: t.detach().clone() for key, t in tensors.items()}, json.dumps(listed), model.steps
 
@@ -212,10 +212,10 @@ def sent_bytes(tmp_path):
         return types.SimpleNamespace(
             seat=types.SimpleNamespace(rank=1),
             _signature={"graph": "ring", **model._flat.signature()},
-            _capture=lambda: state.capture(model, {}),
+            _capture=lambda: parts_of_worker.capture(model, {}),
             _look=lambda: None,
-            _layout=state.layout(model),
-            _restore=lambda parts: state.restore(model, parts, "the state of the others", {}),
+            _layout=parts_of_worker.layout(model),
+            _restore=lambda parts: parts_of_worker.restore(model, parts, "the state of the others", {}),
         )
 
     data = Survival._copied(end(donor[0]))()
@@ -321,7 +321,11 @@ def library_of_version_1(tmp_path, model, optimizer, setup=None):
         "also": {},
     }
     tensors = {}
-    header = {"step": model.steps, "setup": setup or state.setup(model), "state": snapshot.flatten("state", state, tensors)}
+    header = {
+        "step": model.steps,
+        "setup": setup or parts_of_worker.setup(model),
+        "state": snapshot.flatten("state", state, tensors),
+    }
     path = tmp_path / f"step-{model.steps:09d}.rank-0-of-1.ckpt"
     as_version_1(path, tensors, header)
     return path
@@ -470,8 +474,8 @@ def test_a_trainer_refuses_another_task_or_optimizer(tmp_path):
 
 def test_a_part_that_is_not_known_is_refused_by_name_if_it_is_required(tmp_path):
     model, _ = wrapped(steps=2)
-    parts = {**state.capture(model, {}), "methods/tracking": {"y": torch.ones(3)}}
-    made = snapshot.Snapshot(2, state._whole_setup(model), parts)
+    parts = {**parts_of_worker.capture(model, {}), "methods/tracking": {"y": torch.ones(3)}}
+    made = snapshot.Snapshot(2, parts_of_worker._whole_setup(model), parts)
     path = tmp_path / "step-000000002.rank-0-of-1.ckpt"
     snapshot.save(path, made)
     refused(lambda: wrapped()[0].load(tmp_path), "'methods/tracking'", "use the one that wrote it")
