@@ -481,7 +481,7 @@ def test_which_epochs_saw_the_outage(outages, expected):
 def test_the_report_shows_the_failures(output):
     page = (output / "report.html").read_text()
     assert "Through the failures" in page
-    section = page[page.index("<section id='failures'>") :]
+    section = page[page.index("<section id='failure-costs'>") :]
     section = section[: section.index("</section>")]
     assert section.count("<tr><th>torus</th>") == 4
     assert "n=8: 2 of 8 workers away from epoch 1 until epoch 2.6; 2 of 8 workers away from epoch 3 for good" in section

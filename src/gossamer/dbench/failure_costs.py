@@ -153,7 +153,7 @@ def section(runs: Sequence[RunData], spec: Spec, metric: str, higher_is_better: 
         f"{metric.capitalize()} of the averaged model of those who are there, mean ± 95 % interval over seeds: at the end of the last "
         f"epoch before anybody failed, at the worst one from then on until all were back, and at the end of training. {against}"
     )
-    return f"<section id='failures'><h2>Through the failures</h2><p>{html.escape(about)}</p>{''.join(parts)}</section>"
+    return f"<section id='failure-costs'><h2>Through the failures</h2><p>{html.escape(about)}</p>{''.join(parts)}</section>"
 
 
 def _substitutes(runs: Sequence[RunData], spec: Spec, failures: str) -> str:

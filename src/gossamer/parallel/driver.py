@@ -12,15 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gossamer.errors import Diverged, Evicted, GossamerError
 from gossamer.graphs import Graph
 from gossamer.graphs.rounds import identity
 from gossamer.members.changes import Survival
-from gossamer.methods import Method, Step
+from gossamer.methods import Method, SharedMomentum, Step
 from gossamer.optim import momentum
-from gossamer.parallel import scalers
+from gossamer.parallel import hooks
 from gossamer.parallel.gradients import OwnGradients
 from gossamer.parallel.uneven import Stretch
 from gossamer.rows import profile
@@ -69,20 +68,28 @@ class Driver:
         self.profiles: list[Profile] = []
         self.profile_every, self.on_profile = 0, None  # type: int, Callable[[Profile], object] | None
         self.grad = OwnGradients(flat)
-        self.now = OwnStep(mixer, Parameters(flat.blocks, in_place=True), self.grad, self._look, self._share_momentum)
+        # Weakly: a driver that is in no cycle is gone with its model, and so are its hooks.
+        look, share = weakly(self._look), weakly(self._share_momentum)
+        self.now = OwnStep(mixer, Parameters(flat.blocks, in_place=True), self.grad, look, share)
+        self.members_moved = False  # all are together again after uneven()
         self._graph: Graph | None = None
         self._group: object = None  # the connections of the last step, and the places that took part
         self._moments: set[str] = set()  # of this step: those that have come
         self._synced = self._held_back = False  # whether a backward of this step has averaged gradients; or was told not to
         self._means, self._last_means = 0, 1  # gradients were averaged so often in this step, and in the last one
-        self._queued = False  # the end of this backward is waited for
+        self.queued = False  # the end of this backward is waited for
         self._looked_for_jumps = False  # in this step
         self._jumped = False  # since the last mean of all, parameters were changed by something else than the optimizers
         self._attached = False  # to any optimizers
+        self._scaler: torch.amp.GradScaler | None = None
         self._undo: list[Callable[[], object]] = []
 
     def overrides(self, moment: str) -> bool:
-        return getattr(type(self.method), moment) is not getattr(Method, moment)
+        """Whether the method does anything in a moment."""
+        rule = self.method
+        if isinstance(rule, SharedMomentum):
+            return rule.does(moment)
+        return getattr(type(rule), moment) is not getattr(Method, moment)
 
     @property
     def busy(self) -> bool:
@@ -93,54 +100,28 @@ class Driver:
 
     def attach(self, optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler | None) -> None:
         self.detach()
-        self.optimizers = tuple(optimizers)
+        self.optimizers, self._scaler = tuple(optimizers), scaler
         if not self._attached:  # now, and not when the model was wrapped: parameters have been broadcast since
             self._attached = True
             self.method.begin(self.now)
-        me = weakref.ref(self)  # torch's hooks must not keep a model that is dropped
-
-        def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-            if (here := me()) is not None:
-                here._before_step(optimizer, args, kwargs)
-
-        def after(*_: object) -> None:
-            if (here := me()) is not None:
-                here._after_update()
-
         # With several, the first ones change parameters that are being sent: so a copy is sent, and its change is added.
         self.mixer.send_copy = self._send_copy or len(optimizers) > 1
-        self._undo = [optimizer.register_step_pre_hook(before).remove for optimizer in optimizers]
-        self._undo.append(optimizers[-1].register_step_post_hook(after).remove)
+        self._undo = hooks.steps(self, optimizers)
         if self.overrides("after_backward"):
-            self._watch_backward(self.flat.parameters())
+            self._undo += hooks.backward(self, self.flat.parameters())
         if scaler is not None:
-            self._undo.append(scalers.watch(scaler, self._scaled_step, self._before_unscaling))
+            self._undo += hooks.scaler(self, scaler)
 
     def detach(self) -> None:
         for undo in reversed(self._undo):
             undo()
         self._undo, self.optimizers = [], ()
 
-    def _watch_backward(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        me = weakref.ref(self)
-
-        def ended() -> None:
-            if (here := me()) is not None:
-                here._backward_ended()
-
-        def accumulated(_: Tensor) -> None:
-            here = me()
-            if here is not None and not here._queued:
-                here._queued = True
-                torch.autograd.Variable._execution_engine.queue_callback(ended)
-
-        self._undo += [parameter.register_post_accumulate_grad_hook(accumulated).remove for parameter in parameters]
-
     # --- The moments of a step --------------------------------------------------------------------------------------------
 
     def on_forward(self, sync: bool) -> None:
         """Before a training-mode forward. ``sync``: as DDP's ``require_backward_grad_sync``."""
-        self.sync, self._queued = sync, False
+        self.sync, self.queued = sync, False
         if self.survival is not None and self.survival.joining:
             self.steps = self.survival.before(self.steps)  # before the forward, with any method: parameters change
         if self.optimizers:
@@ -156,24 +137,31 @@ class Driver:
             self.stretch.before(self.steps)
         if self.survival is not None:
             self.steps = self.survival.before(self.steps)
+        self._jumped |= self.flat.check()
+        if self.flat.adopt():
+            self._adopt()
         now, n = self.now, self.mixer.n
         now.t, now.lr = self.steps, self._rate()
         graph = self.current_schedule.graph(now.t, min(self.epoch, self.epochs - 1), self.epochs, self.signals)
         now.round = identity(n) if (now.t + 1) % self.every else graph.round(now.t // self.every)
         self._notice(graph)
-        self._moment("before_forward", self.method.before_forward)
-        if self.busy:
-            self.flat.depart()
+        try:
+            self._moment("before_forward", self.method.before_forward)
+        finally:
+            if self.busy:
+                self.flat.depart()
 
     def _notice(self, graph: Graph) -> None:
         """Whether other members take part than in the step before, or with another graph."""
         exchange = self.mixer.exchange
         group = None if exchange is None else (exchange.link, exchange.living)
         before, self._graph, self._group = (self._graph, self._group), graph, group
-        if group == before[1] and (graph is before[0] or graph == before[0]):
+        moved, self.members_moved = self.members_moved, False
+        if not moved and group == before[1] and (graph is before[0] or graph == before[0]):
             return
         self.check(graph, self.optimizers)
-        if before[0] is not None:
+        joined = self.survival is not None and bool(self.survival.changes)
+        if before[0] is not None or moved or joined:  # on all workers alike, a newcomer among them
             with torch.no_grad():
                 self.method.members_changed(self.now)
 
@@ -181,11 +169,13 @@ class Driver:
         if refused := self.method.check(graph, optimizers):
             raise GossamerError(f"step {self.steps}: {refused}" if self.steps else refused)
 
-    def _backward_ended(self) -> None:
-        self._queued = False
+    def backward_ended(self) -> None:
+        self.queued = False
         if not self.sync:
             self._held_back = True
-        elif self.optimizers and not self.averaged:
+        elif self.averaged:
+            self._synced = False  # inside consensus(): what was added is averaged in step()
+        elif self.optimizers:
             self.after_backward()
 
     def after_backward(self) -> None:
@@ -194,7 +184,7 @@ class Driver:
         with contextlib.suppress(Evicted):  # with its next step this worker takes over the state of another one
             self._run(self.method.after_backward)
 
-    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if self.averaged:
             raise GossamerError(f"optimizer.step() inside consensus() (step {self.steps}): its update would be thrown away")
         closure = kwargs.get("closure") is not None or any(a is not None and a is not optimizer for a in args)
@@ -222,25 +212,35 @@ class Driver:
         if self.busy:
             self.flat.check(busy=not self.mixer.send_copy)
         self.now.lr = self._rate()
-        self.grad.refused = (
-            f"method {self.method.name!r} changes the gradients of a whole step, and with several optimizers they are not all there; "
-            "give gossip() one optimizer (its parameter groups may have settings of their own)"
-            if len(self.optimizers) > 1
-            else ""
-        )
+        self.grad.refused = self._refusal()
         self._moment("before_update", self.method.before_update)
-        self.grad.refused = ""
 
-    def _after_update(self) -> None:
+    def _refusal(self) -> str:
+        """Why a method can't have the gradients now."""
+        if len(self.optimizers) > 1:
+            return (
+                f"method {self.method.name!r} changes the gradients of a whole step, and with several optimizers they are not all there; "
+                "give gossip() one optimizer (its parameter groups may have settings of their own)"
+            )
+        if self._scaler is not None and getattr(self.optimizers[0], "_step_supports_amp_scaling", False):
+            return (
+                f"method {self.method.name!r} changes gradients, and a fused optimizer gets them from the GradScaler as they are, still "
+                "scaled; make the optimizer with fused=False"
+            )
+        return ""
+
+    def after_update(self) -> None:
         """After the last of the optimizers."""
         self._before_any_update()
         self._before_update()
-        self._moment("after_update", self.method.after_update)
-        if self.mixer.probe is not None and (sight := self.mixer.probe.taken()):
-            self.current_schedule.observe(sight)
-            self.schedule.succeed(self.current_schedule)
-        self.steps += 1
-        self.reset()
+        try:
+            self._moment("after_update", self.method.after_update)
+            if self.mixer.probe is not None and (sight := self.mixer.probe.taken()):
+                self.current_schedule.observe(sight)
+                self.schedule.succeed(self.current_schedule)
+        finally:  # the optimizer has run
+            self.steps += 1
+            self.reset()
         if self._shares_momentum:
             self.flat.settle()
 
@@ -257,10 +257,8 @@ class Driver:
         self._moments.add(name)
         if not self.overrides(name):
             return
-        if name != "before_update":
+        if name == "after_update":
             self._jumped |= self.flat.check()
-            if self.flat.adopt():
-                self._adopt()
         self._run(moment)
 
     def _adopt(self) -> None:
@@ -270,12 +268,15 @@ class Driver:
             vector.tensors.extend(fresh[name].tensors[len(vector.tensors) :])
             vector.numels.extend(fresh[name].numels[len(vector.numels) :])
         if self.overrides("after_backward"):
-            self._watch_backward([p for p in self.flat.parameters() if not p._post_accumulate_grad_hooks])
+            self._undo += hooks.backward(self, [p for p in self.flat.parameters() if not p._post_accumulate_grad_hooks])
 
     def _run(self, moment: Callable[[Step], None]) -> None:
-        with torch.no_grad():
-            moment(self.now)
-            self.grad.write_back()
+        try:
+            with torch.no_grad():
+                moment(self.now)
+                self.grad.write_back()
+        finally:
+            self.grad.forget()
         if self.mixer.fault is not None:
             self._leave(self.mixer.fault)
 
@@ -289,21 +290,21 @@ class Driver:
         try:
             for _ in range(means):
                 self.after_backward()
-            self._after_update()
+            self.after_update()
         finally:
             self.grad.blank = False
 
     # --- A GradScaler -----------------------------------------------------------------------------------------------------
 
-    def _scaled_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+    def scaled_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
         before = self.steps
-        self._before_unscaling(optimizer)  # a fused optimizer's gradients are looked at without unscaling them
+        self.before_unscaling(optimizer)  # a fused optimizer's gradients are looked at without unscaling them
         result = step()
         if optimizer is self.optimizers[-1] and self.steps == before:  # left out, and averaged all the same
             self._without_training()
         return result
 
-    def _before_unscaling(self, optimizer: Optimizer) -> None:
+    def before_unscaling(self, optimizer: Optimizer) -> None:
         """Before the check for infinite gradients, so that all workers find the same."""
         if optimizer in self.optimizers and self.overrides("after_backward") and not (self._synced or self._held_back):
             self.after_backward()

@@ -64,14 +64,16 @@ class OwnGradients(Vector):
                 torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
             flags.copy_(torch.tensor(present, dtype=flags.dtype))
 
+    def forget(self) -> None:
+        """The moment is over, or has raised an error."""
+        self._gathered = self._dense = False
+        self.refused = ""
+
     def write_back(self) -> None:
-        if not self._gathered:
-            return
-        dense, self._gathered, self._dense = self._dense, False, False
-        if self.blank:
+        if not self._gathered or self.blank:
             return
         for _, params, views, flags in self._parts():
-            somewhere = [p.requires_grad for p in params] if dense else [flag > 0 for flag in flags.tolist()]
+            somewhere = [p.requires_grad for p in params] if self._dense else [flag > 0 for flag in flags.tolist()]
             trained = [(p, view) for p, view, there in zip(params, views, somewhere, strict=True) if there]
             targets = []
             for p, _ in trained:

@@ -8,9 +8,8 @@
         evaluate(model)
     model.average_()                     # for good, at the end of training
 
-In "adapt while combine" (the default) the exchange starts at the first training-mode forward after a step, or in ``step()`` if none
-came, and ends in ``step()``. Between ``step()`` and that forward nothing is in flight, so checkpoints, ``load_state_dict``, weight
-clamping and EMA swaps are safe there. Only ``step()`` advances the one step counter. ``driver.py`` has the moments of a step.
+With "awc" (the default) rows are in flight from the first training-mode forward after a step to the next ``step()``. Between ``step()``
+and that forward nothing is, so checkpoints, ``load_state_dict`` and EMA swaps are safe there. ``driver.py`` has the moments of a step.
 """
 
 from __future__ import annotations
@@ -145,8 +144,6 @@ class DecentralizedDataParallel(Wrapper):
     def _agree(self, signature: dict[str, str]) -> None:
         if self._exchange is not None and not self._joins and self._driver.survival is None:
             self._exchange.link.agree(signature)
-
-    # --- What a person may look at ---------------------------------------------------------------------------------------
 
     @property
     def steps(self) -> int:

@@ -92,6 +92,7 @@ def stretch(driver: Driver, exchange: Exchange, number: int) -> Iterator[None]:
         yield
         here.leave(driver.steps, driver.idle_step)
         driver.steps = here.rejoin(driver.steps, driver.flat)
+        driver.members_moved = True
     except BaseException:
         here.abandon()
         raise

@@ -194,9 +194,9 @@ class Trainer:
         self.optimizer.set_lr(now.lr)
         rule.before_forward(now)
         losses = self.replicas.gradients(self.task.loss, self._batch(t), t)
-        self._progress.add(t, losses, now.bytes)
         if self.exchange is None:
             StepLoss(t, losses, now.bytes).check(self.members, epoch)
+        self._progress.add(t, losses, now.bytes)
         rule.after_backward(now)
         self.optimizer.clip()
         rule.before_update(now)
@@ -224,7 +224,8 @@ class Trainer:
 
     def _notice(self, graph: Graph) -> None:
         """Whether other replicas take part than in the step before, or with another graph."""
-        before, self._graph = self._graph, f"{graph.name} over {graph.n}"
+        some = f": {self.members}" if len(self.members) < self.settings.replicas else ""
+        before, self._graph = self._graph, f"{graph.name} over {graph.n}{some}"
         if before != self._graph:
             self._check_method(graph)
         if before not in (None, self._graph):
