@@ -364,8 +364,6 @@ class DecentralizedDataParallel(Wrapper):
             return False  # the others are further: it takes over the state of one of them
         return state.load(self, Path(folder), also or {})
 
-    # --- The end, and copies ---------------------------------------------------------------------------------------------
-
     def close(self) -> None:
         """This worker takes no part any more: its threads and connections are given back, and the others go on without it under
         ``gossamer launch``; under torchrun all workers close together. The module and its optimizers stay as they are. A model that is
