@@ -57,7 +57,7 @@ def alone(spec, tmp_path_factory):
 
 
 def bench(spec, out):
-    return ["-m", "gossamer", "bench", spec, "--out", out, "--checkpoint-seconds", "0.2"]
+    return ["-m", "gossamer", "bench", spec, "--out", out, "--checkpoint-seconds", "0.01"]
 
 
 def test_three_processes_give_the_result_of_one(spec, alone, tmp_path):

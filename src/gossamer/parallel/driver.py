@@ -233,14 +233,12 @@ class Driver:
         """After the last of the optimizers."""
         self._before_any_update()
         self._before_update()
-        try:
-            self._moment("after_update", self.method.after_update)
-            if self.mixer.probe is not None and (sight := self.mixer.probe.taken()):
-                self.current_schedule.observe(sight)
-                self.schedule.succeed(self.current_schedule)
-        finally:  # the optimizer has run
-            self.steps += 1
-            self.reset()
+        self._moment("after_update", self.method.after_update)
+        if self.mixer.probe is not None and (sight := self.mixer.probe.taken()):
+            self.current_schedule.observe(sight)
+            self.schedule.succeed(self.current_schedule)
+        self.steps += 1
+        self.reset()
         if self._shares_momentum:
             self.flat.settle()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from gossamer.errors import GossamerError
 from gossamer.transport.exchange import Exchange
 
-_SECONDS = 0.5  # between two reports, about
+_SECONDS = 0.1  # between two reports, about
 _MOST_STEPS = 64
 
 
