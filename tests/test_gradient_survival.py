@@ -2,33 +2,16 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 from tests.test_survival import Campaign, started
-from tests.workers import ROOT
 
 N = 4
 
 
 class Job(Campaign):
     def __init__(self, folder, *launch):
-        self.folder = folder
-        env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
-        command = [
-            sys.executable,
-            "-m",
-            "gossamer",
-            "launch",
-            "-n",
-            str(N),
-            *launch,
-            "-m",
-            "tests.gradient_driver",
-            str(folder),
-        ]
-        self.process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.start(folder, N, launch, ["-m", "tests.gradient_driver", str(folder)])
 
     def together(self):
         """All take part in the same step."""

@@ -22,7 +22,6 @@ from gossamer.graphs.family import (
     one_peer_ring,
     parse,
     periodic,
-    plain_name,
     random_matching,
     random_regular,
     ring,
@@ -33,6 +32,7 @@ from gossamer.graphs.family import (
 from gossamer.graphs.graph import Graph
 from gossamer.graphs.own import from_matrix, from_networkx
 from gossamer.graphs.rounds import General, Groups, Hosts, Mean, Permutation, Round, Window
+from gossamer.spelling import plain_name
 
 __all__ = [
     "OVER_HOSTS",

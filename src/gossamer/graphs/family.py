@@ -5,7 +5,6 @@ Each is doubly stochastic: averaging keeps the mean of the replicas. (``directed
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from gossamer.graphs import weights
 from gossamer.graphs.base_graph import base_rounds
 from gossamer.graphs.graph import Graph
 from gossamer.graphs.rounds import Groups, Hosts, Mean, Permutation, Round, Window, identity
+from gossamer.spelling import nearest, plain_name
 
 _FAMILIES: dict[str, Callable[..., Graph]] = {}
 
@@ -272,20 +272,12 @@ def told_hosts(graph: _T, per_node: int) -> _T | str:
     return graph
 
 
-def plain_name(text: str) -> str:
-    """What stands before the options, as it is looked up: ``One_Peer_Ring`` is ``one-peer-ring``."""
-    return text.partition(":")[0].strip().lower().replace("_", "-")
-
-
 def parse(text: str, n: int, also: Sequence[str] = ()) -> Graph:
     """``"ring"``, ``"lattice:k=10"``, ``"random-regular:d=4,seed=1"`` … for n replicas. ``also``: other names that the caller knows, for
     the error."""
     name, options = plain_name(text), text.partition(":")[2]
     if name not in _FAMILIES:
-        known = sorted([*families(), *also])
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-        raise GossamerError(f"there is no graph {name!r}; {hint}")
+        raise GossamerError(f"there is no graph {name!r}; {nearest(name, sorted([*families(), *also]))}")
     family = _FAMILIES[name]
     parameters = inspect.signature(family).parameters
     given: dict[str, int | float] = {}

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from gossamer.errors import GossamerError
-from gossamer.graphs.rounds import General, Round, general
+from gossamer.graphs.rounds import General, Round, general, identity
 
 _EXACT = 1e-12  # a product this near to the exact mean is the exact mean
 
@@ -30,8 +30,9 @@ class Graph:
     def period(self) -> int:
         return len(self.rounds)
 
-    def round(self, t: int) -> Round:
-        return self.rounds[t % self.period]
+    def round(self, t: int, every: int = 1) -> Round:
+        """``every``: only the last of so many steps has a Round of the graph. In the others each replica keeps what it has."""
+        return identity(self.n) if (t + 1) % every else self.rounds[t // every % self.period]
 
     def matrix(self, t: int = 0) -> np.ndarray:
         return self.round(t).matrix()

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph, plain_name
 from gossamer.methods.base import ALL_REDUCE, METHODS, Method, known, method
-from gossamer.rows.wires import BFLOAT16, EXACT, wire
+from gossamer.rows.wires import ANY_METHOD, BFLOAT16, EXACT, wire
 from gossamer.schedules import Schedule
-
-WIRES = (EXACT, BFLOAT16)  # in which rows may travel with any method
 
 
 @dataclass(frozen=True)
@@ -28,13 +26,20 @@ class Averaging:
     every: int = 1
 
     def __post_init__(self) -> None:
-        wire(self.wire, WIRES)
+        wire(self.wire, ANY_METHOD)
         if self.every < 1:
             raise GossamerError(f"local_steps={self.every}: workers average every that many steps, so it is at least 1")
 
     @property
     def averages_gradients(self) -> bool:
         return self.method is not None and self.method.averages == "gradients"
+
+    def refuse(self, planned: Schedule) -> None:
+        """What the schedule can't work with."""
+        if planned.watches and self.every > 1:
+            raise GossamerError(
+                f"local_steps={self.every}: {planned.describe()!r} decides by itself how often to average; leave it at 1"
+            )
 
     @classmethod
     def of(cls, graph: str | Graph | Schedule, rule: str | Method | None, wire: str = EXACT.name, every: int = 1) -> Averaging:
@@ -53,7 +58,7 @@ class Averaging:
         for option in options:
             if option.startswith("H=") and option[2:].isdigit():
                 every = int(option[2:])
-            elif option in {one.name for one in WIRES}:
+            elif option in {one.name for one in ANY_METHOD}:
                 chosen_wire = option
             elif known(plain_name(option)) in METHODS.makers:
                 rule = option

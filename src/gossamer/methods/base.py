@@ -72,6 +72,15 @@ class Method:
                 return f"method {self.name!r} makes its own direction, so it needs SGD without momentum; this is {shown}"
         return None
 
+    def refuse(self, graph: Graph, optimizers: Sequence[torch.optim.Optimizer], step: int = 0) -> None:
+        """An error if it can't run with these."""
+        if why := self.check(graph, optimizers):
+            raise GossamerError(f"step {step}: {why}" if step else why)
+
+    def does(self, moment: str) -> bool:
+        """Whether it does anything in a moment."""
+        return getattr(type(self), moment) is not getattr(Method, moment)
+
     def state(self, like: Vector) -> dict[str, Vector]:
         """Own vectors of each replica, as they are at the start. They are checkpointed, taken along when members change, and handed to
         workers that join."""

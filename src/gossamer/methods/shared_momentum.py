@@ -20,10 +20,9 @@ class SharedMomentum(Method):
     around: Method = field(default_factory=AdaptThenCombine)
 
     def does(self, moment: str) -> bool:
-        """Whether anything happens then. Momentum is shared right after a mean."""
-        before, after = "before_forward", "after_update"
-        here = [getattr(type(self.around), name) is not getattr(Method, name) for name in (moment, before)]
-        return here[0] or moment == after or (moment == "before_update" and here[1])
+        """Momentum is shared right after a mean."""
+        early = moment == "before_update" and self.around.does("before_forward")
+        return self.around.does(moment) or early or moment == "after_update"
 
     def state(self, like: Vector) -> dict[str, Vector]:
         return self.around.state(like)

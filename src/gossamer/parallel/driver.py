@@ -15,9 +15,8 @@ import torch
 
 from gossamer.errors import Diverged, Evicted, GossamerError
 from gossamer.graphs import Graph
-from gossamer.graphs.rounds import identity
 from gossamer.members.changes import Survival
-from gossamer.methods import Method, SharedMomentum, Step
+from gossamer.methods import Method, Step
 from gossamer.optim import momentum
 from gossamer.parallel import hooks
 from gossamer.parallel.gradients import OwnGradients
@@ -84,13 +83,6 @@ class Driver:
         self._scaler: torch.amp.GradScaler | None = None
         self._undo: list[Callable[[], object]] = []
 
-    def overrides(self, moment: str) -> bool:
-        """Whether the method does anything in a moment."""
-        rule = self.method
-        if isinstance(rule, SharedMomentum):
-            return rule.does(moment)
-        return getattr(type(rule), moment) is not getattr(Method, moment)
-
     @property
     def busy(self) -> bool:
         """Whether rows are in flight."""
@@ -107,7 +99,7 @@ class Driver:
         # With several, the first ones change parameters that are being sent: so a copy is sent, and its change is added.
         self.mixer.send_copy = self._send_copy or len(optimizers) > 1
         self._undo = hooks.steps(self, optimizers)
-        if self.overrides("after_backward"):
+        if self.method.does("after_backward"):
             self._undo += hooks.backward(self, self.flat.parameters())
         if scaler is not None:
             self._undo += hooks.scaler(self, scaler)
@@ -140,10 +132,10 @@ class Driver:
         self._jumped |= self.flat.check()
         if self.flat.adopt():
             self._adopt()
-        now, n = self.now, self.mixer.n
+        now = self.now
         now.t, now.lr = self.steps, self._rate()
         graph = self.current_schedule.graph(now.t, min(self.epoch, self.epochs - 1), self.epochs, self.signals)
-        now.round = identity(n) if (now.t + 1) % self.every else graph.round(now.t // self.every)
+        now.round = graph.round(now.t, self.every)
         self._notice(graph)
         try:
             self._moment("before_forward", self.method.before_forward)
@@ -159,15 +151,11 @@ class Driver:
         moved, self.members_moved = self.members_moved, False
         if not moved and group == before[1] and (graph is before[0] or graph == before[0]):
             return
-        self.check(graph, self.optimizers)
+        self.method.refuse(graph, self.optimizers, self.steps)
         joined = self.survival is not None and bool(self.survival.changes)
         if before[0] is not None or moved or joined:  # on all workers alike, a newcomer among them
             with torch.no_grad():
                 self.method.members_changed(self.now)
-
-    def check(self, graph: Graph, optimizers: Sequence[Optimizer]) -> None:
-        if refused := self.method.check(graph, optimizers):
-            raise GossamerError(f"step {self.steps}: {refused}" if self.steps else refused)
 
     def backward_ended(self) -> None:
         self.queued = False
@@ -188,8 +176,7 @@ class Driver:
         if self.averaged:
             raise GossamerError(f"optimizer.step() inside consensus() (step {self.steps}): its update would be thrown away")
         closure = kwargs.get("closure") is not None or any(a is not None and a is not optimizer for a in args)
-        early = [m for m in ("before_forward", "after_backward", "before_update") if self.overrides(m)]
-        if closure and early:
+        if closure and any(map(self.method.does, ("before_forward", "after_backward", "before_update"))):
             raise GossamerError(
                 f"optimizer.step(closure) evaluates the loss inside step(), where method {self.method.name!r} has already changed "
                 "parameters or gradients; use order='atc' with a graph, or step() without a closure"
@@ -201,8 +188,12 @@ class Driver:
     def _before_any_update(self) -> None:
         if self._shares_momentum and not self._looked_for_jumps:
             self._jumped, self._looked_for_jumps = self._jumped or self.flat.touched, True
-        if self.overrides("after_backward") and not (self._synced or self._held_back):
-            self.after_backward()  # no backward was seen: gradients were made in another way, or are missing
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """If no backward was seen: gradients were made in another way, or are missing."""
+        if self.method.does("after_backward") and not (self._synced or self._held_back):
+            self.after_backward()
 
     def _before_update(self) -> None:
         """Before the last of the optimizers."""
@@ -253,7 +244,7 @@ class Driver:
         if name in self._moments:
             return
         self._moments.add(name)
-        if not self.overrides(name):
+        if not self.method.does(name):
             return
         if name == "after_update":
             self._jumped |= self.flat.check()
@@ -265,7 +256,7 @@ class Driver:
         for name, vector in self.now.state.items():
             vector.tensors.extend(fresh[name].tensors[len(vector.tensors) :])
             vector.numels.extend(fresh[name].numels[len(vector.numels) :])
-        if self.overrides("after_backward"):
+        if self.method.does("after_backward"):
             self._undo += hooks.backward(self, [p for p in self.flat.parameters() if not p._post_accumulate_grad_hooks])
 
     def _run(self, moment: Callable[[Step], None]) -> None:
@@ -280,7 +271,7 @@ class Driver:
 
     def idle_step(self) -> int:
         """A step without training, for the sake of the others."""
-        self._without_training(self._last_means if self.overrides("after_backward") else 0)
+        self._without_training(self._last_means if self.method.does("after_backward") else 0)
         return self.steps
 
     def _without_training(self, means: int = 0) -> None:
@@ -304,8 +295,8 @@ class Driver:
 
     def before_unscaling(self, optimizer: Optimizer) -> None:
         """Before the check for infinite gradients, so that all workers find the same."""
-        if optimizer in self.optimizers and self.overrides("after_backward") and not (self._synced or self._held_back):
-            self.after_backward()
+        if optimizer in self.optimizers:
+            self._catch_up()
 
     # --- What a method and the schedule ask for ---------------------------------------------------------------------------
 
@@ -350,8 +341,7 @@ class Driver:
             return
         received = self.mixer.exchange.traffic.received if self.mixer.exchange is not None else 0
         seen = profile.take(self.flat, self.steps, self.epoch, received, self.mixer)
-        self.signals["consensus_distance"] = seen.consensus_distance
-        self.signals |= {name: float(values.mean()) for name, values in seen.dispersion().items()}
+        self.signals |= seen.signals()
         if self.on_profile is not None:
             self.on_profile(seen)
         else:

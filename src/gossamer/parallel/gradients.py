@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
 from gossamer.rows.flat import Flat
 from gossamer.rows.vector import Vector
+
+
+class _Part(NamedTuple):
+    """Of a block: the gradients and the flags in one row, its parameters, their gradients in the row, the flags."""
+
+    row: Tensor
+    params: list[nn.Parameter]
+    views: list[Tensor]
+    flags: Tensor
 
 
 class OwnGradients(Vector):
@@ -20,7 +31,7 @@ class OwnGradients(Vector):
 
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
-        self._rows: list[Tensor] = []  # of each block: the gradients, and the flags
+        self._parts: list[_Part] = []  # of each block
         self._gathered = self._dense = False
         self.blank = False
         self.refused = ""  # why a method can't have them now
@@ -31,7 +42,7 @@ class OwnGradients(Vector):
             raise GossamerError(self.refused)
         self._gather()
         self._dense = True
-        return [row[:, : block.x.shape[1]] for row, block in zip(self._rows, self._flat.blocks, strict=True)]
+        return [part.row[:, : block.x.shape[1]] for part, block in zip(self._parts, self._flat.blocks, strict=True)]
 
     @property
     def numels(self) -> list[int]:  # type: ignore[override]
@@ -40,16 +51,18 @@ class OwnGradients(Vector):
     @property
     def flagged(self) -> list[Tensor]:
         self._gather()
-        return self._rows
+        return [part.row for part in self._parts]
 
     def _gather(self) -> None:
         if self._gathered:
             return
         self._gathered = True
-        for k, block in enumerate(self._flat.blocks):
-            if k == len(self._rows):  # a new block: parameters that were frozen before
-                self._rows.append(block.x.new_zeros(1, block.x.shape[1] + len(block.slots)))
-        for row, params, views, flags in self._parts():
+        for block in self._flat.blocks[len(self._parts) :]:  # new ones: parameters that were frozen before
+            columns = block.x.shape[1]
+            row = block.x.new_zeros(1, columns + len(block.slots))
+            views = [view[0] for view in block.tensors_of(row).values()]
+            self._parts.append(_Part(row, self._flat.parameters_of(block), views, row[0, columns:]))
+        for row, params, views, flags in self._parts:
             present = [not self.blank and p.requires_grad and p.grad is not None for p in params]
             if not all(present):
                 row.zero_()
@@ -72,7 +85,7 @@ class OwnGradients(Vector):
     def write_back(self) -> None:
         if not self._gathered or self.blank:
             return
-        for _, params, views, flags in self._parts():
+        for _, params, views, flags in self._parts:
             somewhere = [p.requires_grad for p in params] if self._dense else [flag > 0 for flag in flags.tolist()]
             trained = [(p, view) for p, view, there in zip(params, views, somewhere, strict=True) if there]
             targets = []
@@ -82,11 +95,3 @@ class OwnGradients(Vector):
                 targets.append(p.grad)
             if trained:
                 torch._foreach_copy_(targets, [view for _, view in trained])
-
-    def _parts(self) -> list[tuple[Tensor, list[nn.Parameter], list[Tensor], Tensor]]:
-        """Of each block: its row, its parameters, their gradients in the row, and the flags."""
-        parts = []
-        for row, block in zip(self._rows, self._flat.blocks, strict=True):
-            views = [view[0] for view in block.tensors(row).values()]
-            parts.append((row, self._flat.parameters_of(block), views, row[0, block.x.shape[1] :]))
-        return parts

@@ -109,10 +109,7 @@ class DecentralizedDataParallel(Wrapper):
                 f"graph {self.schedule.describe()!r} changes with the epoch, so it must know them: "
                 "DecentralizedDataParallel(…, epochs=90, steps_per_epoch=len(loader)), in optimizer steps"
             )
-        if self.schedule.watches and local_steps > 1:
-            raise GossamerError(
-                f"local_steps={local_steps}: {self.schedule.describe()!r} decides by itself how often to average; leave it at 1"
-            )
+        how.refuse(self.schedule)
         rule = SharedMomentum(self.method) if self.schedule.shares_momentum else self.method
         drive = Driver(self._flat, mixer, rule, self.schedule, self.rank, how.every, epochs or 1, steps_per_epoch)
         self._driver = drive
@@ -230,7 +227,7 @@ class DecentralizedDataParallel(Wrapper):
         for optimizer in optimizers if self.schedule.shares_momentum else ():
             momentum.check(optimizer)
         if isinstance(self.schedule, Fixed):  # others are asked before the first step
-            self._driver.check(self.schedule.fixed, optimizers)
+            self.method.refuse(self.schedule.fixed, optimizers, self.steps)
         self._agree(
             {
                 "gossip(): the optimizers": ", ".join(type(optimizer).__name__ for optimizer in optimizers),

@@ -30,6 +30,11 @@ class Profile:
     consensus_distance: float
     bytes: int
 
+    def signals(self) -> dict[str, float]:
+        """What schedules are told, by name."""
+        means = {name: float(values.mean()) for name, values in self.dispersion().items()}
+        return {"consensus_distance": self.consensus_distance} | means
+
     def dispersion(self) -> Mapping[str, Tensor]:
         return dispersion(self.norms)
 

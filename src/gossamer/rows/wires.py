@@ -79,15 +79,16 @@ class EightBits(Wire):
 
 
 EXACT, BFLOAT16, EIGHT_BITS = Exact(), BFloat16(), EightBits()
+ANY_METHOD = (EXACT, BFLOAT16)  # in which parameters may travel, whatever the method
 WIRES: dict[str, Wire] = {wire.name: wire for wire in (EXACT, BFLOAT16, EIGHT_BITS)}
 
 
-def wire(name: str | Wire, among: tuple[Wire, ...] = (EXACT, BFLOAT16, EIGHT_BITS), what: str = "wire") -> Wire:
+def wire(name: str | Wire, among: tuple[Wire, ...]) -> Wire:
     """``among``: the wires that can be used here."""
     if isinstance(name, Wire):
         return name
     known = {one.name: one for one in among}
     if name not in known:
         shown = " or ".join(map(repr, known))
-        raise GossamerError(f"{what}={name!r} is not known; rows travel as {shown}")
+        raise GossamerError(f"wire={name!r} is not known; rows travel as {shown}")
     return known[name]

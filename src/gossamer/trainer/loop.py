@@ -24,7 +24,6 @@ from gossamer.data.sources import source
 from gossamer.data.tasks import Task
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph
-from gossamer.graphs.rounds import identity
 from gossamer.members.outages import Attendance, Outage, donors
 from gossamer.methods import Averaging, SharedMomentum, Step
 from gossamer.optim import BlockOptimizer, Recipe
@@ -99,10 +98,7 @@ class Trainer:
         self.device = torch.device(settings.device)
         self.on_profile, self.on_epoch, self.on_step = on_profile, on_epoch, on_step
         self.schedule = schedule(how.graph, n)
-        if self.schedule.watches and self._every > 1:
-            raise GossamerError(
-                f"local_steps={self._every}: {self.schedule.describe()!r} decides by itself how often to average; leave it at 1"
-            )
+        how.refuse(self.schedule)
         if settings.outages:
             if exchange is not None:
                 raise GossamerError("failures: workers can leave and come back in one process only; run this without torchrun")
@@ -127,7 +123,7 @@ class Trainer:
         self.method.begin(self.now)
         self._graph: str | None = None  # of the last step
         if isinstance(self.schedule, Fixed):  # others are asked before the first step
-            self._check_method(self.schedule.fixed)
+            self.method.refuse(self.schedule.fixed, self.optimizer.optimizers)
         self.learning_rate = settings.learning_rate or LearningRate(settings.optimizer.lr)
         self.train = source(task.train).to(self.device)
         self.batches = sampler(settings.partition, self.train, n, settings.batch, settings.seed)
@@ -189,7 +185,7 @@ class Trainer:
         graph = self.schedule.graph(t, epoch, self.settings.epochs, self.signals)
         now, rule = self.now, self.method
         now.t, now.lr = t, self.learning_rate.at(t, self.steps, len(self.members))
-        now.round = identity(graph.n) if (t + 1) % self._every else graph.round(t // self._every)
+        now.round = graph.round(t, self._every)
         self._notice(graph)
         self.optimizer.set_lr(now.lr)
         rule.before_forward(now)
@@ -212,7 +208,8 @@ class Trainer:
         seen, stopping = self._progress.report(stop)
         for one in seen:
             try:
-                one.check(self.members, one.step // self.batches.steps_per_epoch)
+                if self.exchange is not None:  # in one process it was checked before the update
+                    one.check(self.members, one.step // self.batches.steps_per_epoch)
             except TrainingDiverged:
                 self.step, self.now.bytes = one.step, one.bytes
                 raise
@@ -227,13 +224,9 @@ class Trainer:
         some = f": {self.members}" if len(self.members) < self.settings.replicas else ""
         before, self._graph = self._graph, f"{graph.name} over {graph.n}{some}"
         if before != self._graph:
-            self._check_method(graph)
+            self.method.refuse(graph, self.optimizer.optimizers, self.step)
         if before not in (None, self._graph):
             self.method.members_changed(self.now)
-
-    def _check_method(self, graph: Graph) -> None:
-        if refused := self.method.check(graph, self.optimizer.optimizers):
-            raise GossamerError(f"step {self.step}: {refused}" if self.step else refused)
 
     def _batch(self, t: int) -> Batch:
         """What my rows see. The samples of those who are away are seen by nobody."""
@@ -282,9 +275,7 @@ class Trainer:
         every = self.settings.profile_every
         if every and self.step % every == 0:
             seen = profile.take(self.replicas, self.step, self.epoch, self.bytes, self.mixer)
-            self.signals["consensus_distance"] = seen.consensus_distance
-            for name, values in seen.dispersion().items():
-                self.signals[name] = float(values.mean())
+            self.signals |= seen.signals()
             if self.on_profile is not None:
                 self.on_profile(seen)
 

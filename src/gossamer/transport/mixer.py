@@ -18,7 +18,7 @@ from gossamer.rows.block import Block
 from gossamer.rows.finite import Fault
 from gossamer.rows.movement import Movement, mean_of_codes
 from gossamer.rows.vector import Parameters, Vector
-from gossamer.rows.wires import BFLOAT16, EXACT, Wire
+from gossamer.rows.wires import Wire
 from gossamer.transport.exchange import Between, Exchange, poisoned
 from gossamer.transport.link import Tag
 from gossamer.transport.operation import Operation
@@ -32,7 +32,7 @@ class Mixer:
     ``send_copy``: send parameters from a copy, so that a slow receiver does not hold a fast sender, and they may change meanwhile."""
 
     def __init__(self, n: int, exchange: Exchange | None = None, wire: str | Wire = "float32", send_copy: bool = False) -> None:
-        self.wire = wires.wire(wire, (EXACT, BFLOAT16))
+        self.wire = wires.wire(wire, wires.ANY_METHOD)
         self.n, self.exchange, self.send_copy = n, exchange, send_copy
         self.rows = rows_of(exchange.rank, n, exchange.size) if exchange else range(n)
         self._per_process = len(self.rows)
@@ -319,10 +319,18 @@ class Mixer:
         if exchange.guard is not None:
             row.copy_(self.mean(row, what, acknowledged=True))
             return
-        # What is sent has left before anything comes back, so one buffer is enough.
-        everyone, rows = Mean(exchange.size), row.unsqueeze(0)
-        tag = exchange.collective_tag(what)
-        exchange.slices(rows, rows, range(exchange.size), lambda x, y: mixing.mix(everyone, x, y), tag, what=what).wait()
+        self._start_mean(
+            exchange, row, row, what
+        ).wait()  # what is sent has left before anything comes back: one buffer is enough
+
+    @staticmethod
+    def _start_mean(exchange: Exchange, row: Tensor, out: Tensor, what: str) -> Operation:
+        everyone, tag = Mean(exchange.size), exchange.collective_tag(what)
+
+        def apply(x: Tensor, y: Tensor) -> None:
+            mixing.mix(everyone, x, y)
+
+        return exchange.slices(row.unsqueeze(0), out.unsqueeze(0), range(exchange.size), apply, tag, what=what)
 
     @torch.inference_mode(False)  # a thread writes to what is made here, and it is in no inference mode
     @torch.no_grad()
@@ -342,15 +350,7 @@ class Mixer:
         def start() -> Operation:
             nonlocal out
             out = poisoned(row, 1)[0]  # anew, in case what was lost still comes
-            everyone = Mean(exchange.size)
-            return exchange.slices(
-                row.unsqueeze(0),
-                out.unsqueeze(0),
-                range(exchange.size),
-                lambda x, y: mixing.mix(everyone, x, y),
-                exchange.collective_tag(what),
-                what=what,
-            )
+            return self._start_mean(exchange, row, out, what)
 
         done = exchange.complete(start, what, sound and (lambda: sound(out)), acknowledged)
         return out if done else exchange.reachable(row, what).mean(dim=0)
