@@ -66,7 +66,7 @@ class Part:
 
 
 class Transfer:
-    """``lost``: ranks whose rows did not come. ``whole``: all rows came, and all of them are finite."""
+    """``lost``: ranks whose rows did not come."""
 
     def __init__(self, mixer: Mixer, vectors: Sequence[Vector], parts: Sequence[Sequence[Part]]) -> None:
         self._mixer, self._vectors, self._parts = mixer, vectors, parts
@@ -74,15 +74,6 @@ class Transfer:
         self._spoiled: set[int] = set()  # peers whose rows are not finite
         self._identity = False  # nothing is mixed: a row without which the others are worth nothing is missing
         self._waited = False
-
-    @property
-    def whole(self) -> bool:
-        self.wait()
-        return not (self.lost or self._spoiled or self._identity)
-
-    def ready(self) -> bool:
-        """Whether :meth:`into` would not have to wait."""
-        return all(part.operation is None or part.operation.done.is_set() for parts in self._parts for part in parts)
 
     def wait(self) -> Transfer:
         if self._waited:
@@ -110,15 +101,6 @@ class Transfer:
                     self._replace(target, part)
                 else:
                     self._write(part, target.tensors[part.k])
-        self._give_back()
-
-    def onto(self, *targets: Vector) -> None:
-        """To each target W v - v is added: for a result that comes late, when the target has changed since."""
-        self.wait()
-        for target, parts in zip(targets, self._parts, strict=True):
-            for part in parts:
-                room = torch.empty_like(part.x)
-                target.tensors[part.k].add_(self._write(part, room).sub_(part.x))
         self._give_back()
 
     @property
