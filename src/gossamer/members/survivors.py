@@ -268,7 +268,7 @@ class Survivors(Membership):
             print(f"gossamer: rank {self.seat.rank}: {said}", flush=True)
 
     def _retire(self, now: float) -> None:
-        """Close what nobody needs any more: groups of proposals that came to nothing, and of epochs that are over."""
+        """Close what no worker needs any more: groups of proposals that came to nothing, and of epochs that are over."""
         with self._lock:
             group = self.member.group
             keep = {group, self.roster.group, self.member.building}

@@ -119,7 +119,7 @@ def refuse_averaged(averaged: bool, what: str, step: int) -> None:
 
 def over_hosts(graph: str | Graph | Schedule) -> str | Graph | Schedule:
     """What torchrun says about hosts decides what ``auto`` is; a graph over hosts takes the workers per host from there too."""
-    # Who joins a job has other numbers than those who began it, and must find the same graph: our launcher says what they were.
+    # A worker that joins a job has other numbers than the first workers, and must find the same graph: the launcher says what they were.
     env = os.environ
     n = int(env.get("GOSSAMER_WORKERS") or env.get("WORLD_SIZE") or 1)
     local = int(env.get("GOSSAMER_WORKERS_PER_HOST") or env.get("LOCAL_WORLD_SIZE") or 1)

@@ -41,7 +41,7 @@ class Stretch(Participation):
         return self.exchange.living
 
     def before(self, step: int) -> int:
-        """Before a step begins: change to the graph of those who are left, if this is the step for it."""
+        """Before a step begins: change to the graph of the workers that are left, if this is the step for it."""
         now = time.monotonic()
         if step > self._step:
             self._step, self._step_seconds, self._step_began = step, now - self._step_began, now

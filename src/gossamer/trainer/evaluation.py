@@ -33,7 +33,7 @@ class Evaluation:
 
 
 def evaluate(trainer: Trainer, stop: Callable[[], bool], singles: int | None) -> Evaluation | None:
-    """None if somebody wants to stop meanwhile. With several processes that can't be agreed upon here, so they go on."""
+    """None if ``stop()`` says so meanwhile. Several processes can't agree on that here, so they go on."""
     replicas, metric, start = trainer.replicas, trainer.task.metric, trainer.mixer.rows.start
     r = replicas.r
     n = r * (trainer.exchange.size if trainer.exchange is not None else 1)

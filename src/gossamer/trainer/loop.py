@@ -318,7 +318,7 @@ class Trainer:
         return result
 
     def evaluate_unless(self, stop: Callable[[], bool], singles: int | None = None) -> Evaluation | None:
-        """The same, if nobody wants to stop meanwhile."""
+        """The same; None if ``stop()`` says so meanwhile."""
         return evaluation.evaluate(self, stop, singles)
 
     def averaged(self) -> contextlib.AbstractContextManager[nn.Module]:

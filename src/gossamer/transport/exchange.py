@@ -55,7 +55,7 @@ class Exchange:
         self._waiters = {False: Waiter("steps"), True: Waiter("collectives")}
         self._departures: list[Operation] = []  # sent from a copy; perhaps not yet taken
         self.failed = False  # somebody was lost
-        self.guard: Guard | None = None  # with one, losing somebody is no error; see operation.py
+        self.guard: Guard | None = None  # with one, losing a peer is no error; see operation.py
         self.limbo: list[Operation] = []  # given up; gloo may still write to their tensors
         self._stream: Any = torch.cuda.Stream() if link.streams else None
 

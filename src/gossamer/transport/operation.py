@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 _LOOK = 2.0  # seconds of waiting after which we say so, and look what the other one is doing
 _WARN = 30.0  # seconds of waiting after which the user is told
-_GUARDED = 0.05  # seconds between two looks whether somebody was lost, while we wait
-_GRACE = 0.2  # seconds for what may still come when somebody was lost of those who all need each other
+_GUARDED = 0.05  # seconds between two looks whether a peer was lost, while a worker waits
+_GRACE = 0.2  # seconds for what may still come when a peer was lost of those that all need each other
 
 Works = list[tuple[int, Any]]
 Stage = Callable[[], Works]
@@ -108,7 +108,7 @@ class Operation:
         self.event: Any = None  # on a GPU: what the stream waits for
         self.stages: deque[Stage] = deque()
         self.works: deque[tuple[int, Any]] = deque()  # of the stage that is under way
-        self.skipped: Works = []  # of those who are lost: kept, because gloo may still write to their tensors
+        self.skipped: Works = []  # of peers that are lost: kept, because gloo may still write to their tensors
         self.kept: list[Message] = []  # tensors that must live until all is done
         self.submitted = False
         self.counted = False
@@ -222,7 +222,7 @@ class Operation:
             link.say({})
 
     def _give_up(self, guard: Guard) -> None:
-        """Stop waiting for those who are lost."""
+        """Stop waiting for peers that are lost."""
         waiter = self.waiter
         if waiter is None:
             return
