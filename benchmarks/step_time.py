@@ -15,11 +15,12 @@ import itertools
 import json
 import os
 import random
+import socket
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ import gossamer
 from benchmarks import chart
 from benchmarks.timing import console, verdict
 
+TURNSTILE = "GOSSAMER_BENCHMARK_TURNSTILE"  # the socket of benchmarks.versions, where a run is one of several
 _WARM = 2  # steps of each turn that are not timed
 _WINDOW = 4  # steps that are timed together, beside whole turns: one that stalls does not spoil the others
 
@@ -171,6 +173,24 @@ class Plain:
         self.row.lerp_(self.received, 0.5)
 
 
+class Turnstile:
+    """Jobs that take turns at a socket, so that only one of them computes at a time (benchmarks.versions)."""
+
+    def __init__(self, path: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX) if path else None
+        if self.socket is not None:
+            self.socket.connect(path)
+
+    def enter(self) -> None:
+        if self.socket is not None:
+            self.socket.send(b"?")
+            self.socket.recv(1)
+
+    def leave(self) -> None:
+        if self.socket is not None:
+            self.socket.send(b".")
+
+
 def _decent_dp(model: nn.Module) -> nn.Module:
     from decent_dp.ddp import DecentralizedDataParallel  # the benchmark extra
 
@@ -185,6 +205,7 @@ def work(setting: Setting, turns: int, steps: int, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, n = dist.get_rank(), dist.get_world_size()
+    turnstile = Turnstile(os.environ.get(TURNSTILE, "") if rank == 0 else "")
     contenders = {method: Contender(method, setting.batch) for method in setting.methods}
     order = random.Random(1)  # the same everywhere
     own = random.Random(rank)
@@ -201,6 +222,7 @@ def work(setting: Setting, turns: int, steps: int, out: Path) -> None:
             contender = contenders[method]
             # "none" goes first in the first turn, without delays, and tells how long computing takes.
             delays = [_delay(setting, rank, own, compute) if wait else 0.0 for _ in range(_WARM + steps)]
+            turnstile.enter()
             dist.barrier()
             moments: list[float] = []
             before: tuple[int, float, float] = (0, 0.0, 0.0)
@@ -215,6 +237,7 @@ def work(setting: Setting, turns: int, steps: int, out: Path) -> None:
             all_taken = torch.tensor([moments[-1] - moments[0], *parts], dtype=torch.float64)
             after = _traffic(contender)
             dist.all_reduce(all_taken, dist.ReduceOp.MAX)  # the job is as fast as its last worker
+            turnstile.leave()
             taken = all_taken[0]
             if method == "none" and turn == 0 and not compute:
                 compute = float(taken) / steps
@@ -340,10 +363,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--out", type=Path, default=Path("docs/step-time.json"))
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--ways", help=argparse.SUPPRESS)
     args = parser.parse_args()
     by_name = {s.name: s for s in SETTINGS}
     if args.worker:
-        work(by_name[args.worker], args.turns, args.steps, args.out)
+        setting = by_name[args.worker]
+        work(replace(setting, methods=tuple(args.ways.split("; "))) if args.ways else setting, args.turns, args.steps, args.out)
         return
     wanted = args.only.split(",") if args.only else list(by_name)
     if os.geteuid() != 0 and any(by_name[name].hosts for name in wanted):

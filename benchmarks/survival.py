@@ -1,10 +1,12 @@
 """Workers are killed while they train: how long does a survivor stand still, and what does it cost in accuracy?
 
-    python -m benchmarks.survival                 # 20 kills, 4 for each kind of Round; about 10 minutes
+    python -m benchmarks.survival                 # 28 kills, 4 for each kind; about 14 minutes
     python -m benchmarks.survival --kills 200     # an hour
+    python -m benchmarks.survival --graph all-reduce --kills 40 --out /tmp/all-reduce.json    # all of them with one kind
     python -m benchmarks.survival --overhead      # what survival costs when nothing happens
 
-Five workers train an MLP on Fashion-MNIST under ``gossamer launch --restart``, one job for each graph, with rows by edges and by slices.
+Five workers train an MLP on Fashion-MNIST under ``gossamer launch --restart``, one job for each kind: graphs with rows by edges and by
+slices, a method with two vectors and state of its own, and all-reduce, after which parameters must be the same to the bit on all workers.
 SIGKILL comes from outside at random times: rank 0; when all are together again two at once, and one more while the others
 change to the graph without them. The same jobs without kills are the reference. All processes share this machine's cores, also with
 those that start and load torch, so the longest step of the undisturbed job is shown too. Writes a table and a figure to ``docs/``;
@@ -14,6 +16,7 @@ those that start and load torch, so the longest step of the undisturbed job is s
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import os
@@ -44,6 +47,8 @@ GRAPHS = {
     "ring": "window, slices",
     "base:k=2": "groups, both",
     "exponential": "general, slices",
+    "ring, tracking": "two vectors, own state",
+    "all-reduce": "gradients",
 }
 _PER_CYCLE = 4  # kills
 _RECORD = struct.Struct("<qdd")  # step, when it began, seconds
@@ -63,8 +68,12 @@ def work(graph: str, out: Path, pause: float) -> None:
     (x, y), test = data.fashion_mnist()
     x, y = x[rank::N].clone(), y[rank::N].clone()
     torch.manual_seed(0)
-    model = gossamer.DecentralizedDataParallel(models.mlp(784, 10, (256, 128)), graph)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    how = gossamer.Averaging.parse(graph)
+    topology = "all-reduce" if how.averages_gradients else how.graph
+    model = gossamer.DecentralizedDataParallel(models.mlp(784, 10, (256, 128)), topology, method=how.method)
+    # Gradient tracking makes its own direction.
+    momentum = 0.9 if how.method is None or how.method.optimizer == "any" else 0.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
     name = f"{rank}.{os.getpid()}"
     changes = open(out / f"{name}.changes", "w", buffering=1)  # noqa: SIM115  (until the end of the process)
 
@@ -90,6 +99,8 @@ def work(graph: str, out: Path, pause: float) -> None:
         time.sleep(pause)  # not part of the step: five workers share two cores with those who start
         if last.exists():
             left = int(last.read_text()) - model.steps
+    row = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    (out / f"{name}.digest").write_text(hashlib.sha256(row.numpy().tobytes()).hexdigest())
     model.average_()
     if model.leads:
         model.eval()
@@ -237,6 +248,7 @@ def look(folder: Path, job: Job) -> dict[str, Any]:
         "held_by_joins": after,
         "longest": longest_ever,
         "median": statistics.median(every) if every else 0.0,
+        "replicas": len({path.read_text() for path in folder.glob("*.digest")}),  # that differ at the end
         "when": [[when, ranks] for when, ranks, _ in job.kills],
         "traces": {name: [[began, seconds] for _, began, seconds in steps] for name, steps in traces.items()},
         "final_steps": sorted(
@@ -386,7 +398,7 @@ def show(results: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20, help="over all graphs, a fifth for each")
+    parser.add_argument("--kills", type=int, default=28, help="over all kinds, as many for each")
     parser.add_argument("--graph", choices=list(GRAPHS), help="only this one")
     parser.add_argument("--steps", type=int, default=1000, help="at least; a job with kills goes on until all have come back")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds between two steps")
@@ -406,7 +418,7 @@ def main() -> None:
     if args.overhead:
         sys.exit(0 if measure_overhead(args.share) else 1)
     chosen = [args.graph] if args.graph else list(GRAPHS)
-    each = max(1, round(args.kills / len(GRAPHS) / _PER_CYCLE)) * _PER_CYCLE
+    each = max(1, round(args.kills / len(chosen) / _PER_CYCLE)) * _PER_CYCLE
     results: dict[str, dict[str, dict[str, Any]]] = {}
     if args.graph and args.out.exists():
         results = json.loads(args.out.read_text())["results"]
@@ -428,6 +440,8 @@ def main() -> None:
     good &= verdict("longest return after imports, s", max(max(r["killed"]["joins"]) for r in results.values()), 5.0)
     differences = [abs(r["killed"]["accuracy"] - r["undisturbed"]["accuracy"]) * 100 for r in results.values()]
     good &= verdict("accuracy against the undisturbed run, points", max(differences), 1.0)
+    if "all-reduce" in results:
+        good &= verdict("all-reduce: replicas that differ at the end", results["all-reduce"]["killed"]["replicas"], 1)
     if chosen[0] == next(iter(GRAPHS)):
         args.out.with_suffix(".svg").write_text(draw(results[chosen[0]]["killed"], chosen[0]))
     for graph in chosen:

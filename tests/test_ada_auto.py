@@ -13,14 +13,15 @@ from torch import nn
 
 from gossamer import GossamerError, LearningRate, Recipe, Settings, Task, Trainer, graphs
 from gossamer.graphs.rounds import Mean
+from gossamer.methods import AdaAuto
+from gossamer.methods.policies.frontier import Level, frontier
 from gossamer.optim.learning_rates import WarmupCosine
 from gossamer.rows import mixing
 from gossamer.rows.block import Block
 from gossamer.rows.vector import Parameters
-from gossamer.schedules import AdaAuto, Sight, schedule
-from gossamer.schedules.frontier import Level, frontier
+from gossamer.schedules import schedule
 from gossamer.transport.mixer import Mixer
-from gossamer.transport.probe import Probe, sample, sampled
+from gossamer.transport.probe import Probe, Sight, sample, sampled
 from tests.models import mlp, stopped_and_loaded, task
 
 # --- Ways to average -------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from gossamer import GossamerError, Recipe, Settings, Trainer
 from gossamer.checkpoints import checkpoint, shards, snapshot
 from gossamer.checkpoints import worker as states
 from gossamer.checkpoints.checkpoint import Unreadable
+from gossamer.checkpoints.trainer import fingerprint
 from gossamer.dbench import bench
 from gossamer.dbench import spec as specs
 from gossamer.dbench.store import FILE, Store
@@ -353,7 +354,7 @@ def trainer_of_version_1(path, trainer):
     tensors = {f"x.{k}": block.x for k, block in enumerate(trainer.replicas.blocks)}
     tensors |= {f"buffer.{name}": stacked for name, stacked in trainer.replicas.buffers.items()}
     tensors["epoch_loss"] = trainer._epoch_loss
-    settings = {key: value for key, value in trainer._fingerprint().items() if not key.startswith("tensor ")}
+    settings = {key: value for key, value in fingerprint(trainer).items() if not key.startswith("tensor ")}
     settings["tensors"] = [[slot.name, list(slot.shape)] for block in trainer.replicas.blocks for slot in block.slots]
     header = {
         "settings": settings,

@@ -69,6 +69,20 @@ def test_imports_point_downwards():
         assert not wrong, f"{path}: {', '.join(wrong)}"
 
 
+def test_policies_stand_above_methods():
+    """No method imports a policy."""
+    for path in (SOURCE / "methods").glob("*.py"):
+        if path.name != "__init__.py":
+            assert "gossamer.methods.policies" not in path.read_text(encoding="utf-8"), path
+
+
+def test_the_top_level_is_small():
+    modules = [path for path in SOURCE.glob("*.py") if path.name != "_deprecated.py"]
+    packages = [path for path in SOURCE.iterdir() if (path / "__init__.py").exists()]
+    assert len(modules) <= 8
+    assert len(packages) <= 13
+
+
 def test_no_module_is_too_long():
     known = {
         "runtime/calibrate.py": 410,

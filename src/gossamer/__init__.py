@@ -3,10 +3,10 @@
 from gossamer import _deprecated as _deprecated
 from gossamer import graphs
 from gossamer.data.tasks import ACCURACY, Metric, Task
-from gossamer.errors import Diverged, Evicted, GossamerError
+from gossamer.errors import Diverged, Evicted, GossamerError, TrainingDiverged
 from gossamer.graphs import Graph
 from gossamer.members.outages import Outage
-from gossamer.methods import Averaging, Method, Step
+from gossamer.methods import AdaAuto, Averaging, Method, Policy, Step
 from gossamer.optim import Recipe
 from gossamer.optim.accum_adam import AccumAdam, AccumAdamW
 from gossamer.optim.learning_rates import Constant, InverseSqrt, LearningRate, StepDecay, WarmupCosine
@@ -14,8 +14,8 @@ from gossamer.parallel import DecentralizedDataParallel
 from gossamer.rows.decay import decay_groups
 from gossamer.rows.replicas import Replicas
 from gossamer.rows.vector import Vector
-from gossamer.schedules import Ada, AdaAuto, Fixed, Schedule
-from gossamer.trainer import EpochRecord, Evaluation, Settings, Trainer, TrainingDiverged
+from gossamer.schedules import Ada, Fixed, Schedule
+from gossamer.trainer import EpochRecord, Evaluation, Settings, Trainer
 
 __all__ = [
     "ACCURACY",
@@ -38,6 +38,7 @@ __all__ = [
     "Method",
     "Metric",
     "Outage",
+    "Policy",
     "Recipe",
     "Replicas",
     "Schedule",

@@ -11,3 +11,7 @@ class Evicted(GossamerError):
 
 class Diverged(GossamerError):
     """Parameters of this worker are not finite any more. Those of the other workers are: its rows were not used."""
+
+
+class TrainingDiverged(GossamerError):
+    """A loss, or a parameter, that is not a number. The last checkpoint is kept."""

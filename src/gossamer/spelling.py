@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
 from types import NoneType, UnionType
@@ -43,33 +43,44 @@ class Registry(Generic[T]):
     makers: dict[str, Callable[..., T]] = field(default_factory=dict)
     own: tuple[str, ...] = ()  # what the caller gives by itself: "n"
 
-    def make(self, text: str, *own: object) -> T:
-        name, options = self.read(text)
+    def make(self, text: str, *own: object, also: Iterable[str] = ()) -> T:
+        name, options = self.read(text, also)
         return self.makers[name](*own, **options)
 
     def read(self, text: str, also: Iterable[str] = ()) -> tuple[str, dict[str, Any]]:
         """The name, and the options that are given. ``also``: names that only the caller knows; an error names them too."""
         name, options = plain_name(text), dict[str, Any]()
-        what = f"{self.kind} {name!r}"
         if name not in self.makers:
-            raise GossamerError(f"there is no {what}; {nearest(name, sorted([*self.makers, *also]))}")
+            raise GossamerError(f"there is no {self.kind} {name!r}; {nearest(name, sorted([*self.makers, *also]))}")
         takes = self._takes(name)
         for part in filter(None, map(str.strip, text.partition(":")[2].split(","))):
             key, equals, value = map(str.strip, part.partition("="))
             if not equals:
                 raise GossamerError(f"{self.kind} {text!r}: {part!r} is not of the form key=value")
-            if key not in takes:
-                known = ", ".join(k if p.default in (p.empty, None) else f"{k} (default {p.default})" for k, p in takes.items())
-                wrong = f"{what} has no parameter {key!r}; it takes {known or 'none'}"
-                raise GossamerError("; ".join(filter(None, (wrong, nearest(key, takes, "")))))
             try:
-                options[key] = _value(value, takes[key].annotation)
+                options[key] = _value(value, takes[key].annotation) if key in takes else value
             except ValueError as right:
                 raise GossamerError(f"{self.kind} {text!r}: {key}={value!r} is not {right}") from None
+        return name, self.checked(name, given=options)
+
+    def checked(self, name: str, values: Sequence[Any] = (), given: dict[str, Any] | None = None) -> dict[str, Any]:
+        """What a caller gives for the options of a maker, in their order or by name: an error for what it does not take, or lacks."""
+        what, takes = f"{self.kind} {name!r}", self._takes(name)
+        shown = ", ".join(k if p.default in (p.empty, None) else f"{k} (default {p.default})" for k, p in takes.items())
+        if len(values) > len(takes):
+            raise GossamerError(f"{what} got {len(values)} values beside {', '.join(self.own)}; it takes {shown or 'none'}")
+        options = dict(zip(takes, values, strict=False)) | (given or {})
+        for key, value in options.items():
+            if key not in takes:
+                wrong = f"{what} has no parameter {key!r}; it takes {shown or 'none'}"
+                raise GossamerError("; ".join(filter(None, (wrong, nearest(key, takes, "")))))
+            types = takes[key].annotation
+            if types == (int,) and (isinstance(value, bool) or int(value) != value):
+                raise GossamerError(f"{what}: {key}={value!r} is not {_TYPES[int]}")
         for key, p in takes.items():
             if p.default is p.empty and key not in options:
                 raise GossamerError(f"{what} needs {key!r}, as in '{name}:{key}={_EXAMPLES.get(p.annotation, '…')}'")
-        return name, options
+        return options
 
     def describe(self, name: str, options: Mapping[str, object]) -> str:
         """The canonical spelling of these options: those that have their default are left out."""

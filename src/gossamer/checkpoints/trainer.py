@@ -33,6 +33,29 @@ class EpochRecord:
     seconds: float
 
 
+def fingerprint(trainer: Any) -> dict[str, Any]:
+    """What must agree for a resumed run to be the same run."""
+    s = trainer.settings
+    return {
+        "task": trainer.task.name,
+        "replicas": s.replicas,
+        "epochs": s.epochs,
+        "batch": s.batch,
+        "algorithm": s.algorithm,
+        "schedule": trainer.schedule.describe(),
+        "optimizer": repr(s.optimizer),
+        "learning_rate": repr(trainer.learning_rate),
+        "seed": s.seed,
+        "partition": s.partition,
+        "init": s.init,
+        "wire": s.wire,
+        "batch_norm": s.batch_norm,
+        **({"local_steps": trainer._every} if trainer._every > 1 else {}),
+        "outages": [[o.worker, o.at, o.back] for o in s.outages] or None,
+        **{f"tensor {slot.name!r}": list(slot.shape) for block in trainer.replicas.blocks for slot in block.slots},
+    }
+
+
 def capture(trainer: Any) -> dict[str, Any]:
     replicas = trainer.replicas
     return {

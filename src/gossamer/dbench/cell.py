@@ -17,9 +17,10 @@ from gossamer.data.tasks import Task
 from gossamer.dbench import clock
 from gossamer.dbench.spec import Cell, Spec
 from gossamer.dbench.store import Store
+from gossamer.errors import TrainingDiverged
 from gossamer.rows.backends import Backend
 from gossamer.rows.profile import Profile
-from gossamer.trainer import EpochRecord, Trainer, TrainingDiverged
+from gossamer.trainer import EpochRecord, Trainer
 from gossamer.transport.exchange import Exchange
 
 Report = Callable[[int, int, float, float | None], None]  # step, steps, loss, latest value

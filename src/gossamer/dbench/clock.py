@@ -8,6 +8,7 @@ from gossamer.data.tasks import Task
 from gossamer.dbench.spec import MethodPart, Spec
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph
+from gossamer.methods import AdaAuto
 from gossamer.methods import method as parse_method
 from gossamer.runtime import cluster as clusters
 from gossamer.runtime.cluster import Cluster
@@ -15,7 +16,7 @@ from gossamer.runtime.methods import DDP, Gossip, Method
 from gossamer.runtime.model import simulate
 from gossamer.runtime.plan import of_task
 from gossamer.runtime.workload import Workload
-from gossamer.schedules import AdaAuto, Schedule, schedule
+from gossamer.schedules import Schedule, schedule
 
 # In the store: {"cluster": name, "seconds": {method: {replicas: seconds per step}},
 # "graphs": {method: {replicas: {graph: seconds per step}}}}; the latter for schedules that change their graph as training

@@ -5,6 +5,7 @@ Each is doubly stochastic: averaging keeps the mean of the replicas. (``directed
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -18,51 +19,26 @@ from gossamer.graphs import weights
 from gossamer.graphs.base_graph import base_rounds
 from gossamer.graphs.graph import Graph
 from gossamer.graphs.rounds import Groups, Hosts, Mean, Permutation, Round, Window, identity
-from gossamer.spelling import nearest, plain_name
+from gossamer.spelling import Registry, plain_name, spelled
 
-_FAMILIES: dict[str, Callable[..., Graph]] = {}
+GRAPHS: Registry[Graph] = Registry("graph", own=("n",))
 
 
 def family(make: Callable[..., Sequence[Round]]) -> Callable[..., Graph]:
     """Turns a function that returns Rounds into a named family: checks n, knows n=1, and registers the name."""
     name = make.__name__.replace("_", "-")
-    options = list(inspect.signature(make).parameters.values())[1:]
 
+    @functools.wraps(make)
     def build(n: int, *values: int | float, **given: int | float) -> Graph:
         n = _check_n(n)
-        if len(values) > len(options):
-            raise GossamerError(f"graph {name!r} got {len(values)} values beside n; {_takes(options)}")
-        given = {p.name: value for p, value in zip(options, values, strict=False)} | given
-        for key in given:
-            if key not in {p.name for p in options}:
-                raise GossamerError(f"graph {name!r} has no parameter {key!r}; {_takes(options)}")
-        for p in options:
-            value = given.get(p.name, 0)
-            if "int" in str(p.annotation) and (
-                isinstance(value, bool) or int(value) != value or (value < 0 and p.name == "seed")
-            ):
-                raise GossamerError(
-                    f"graph {name!r}: {p.name}={value!r} is not {'a seed, an integer from 0' if p.name == 'seed' else 'an integer'}"
-                )
-        missing = [p.name for p in options if p.default is p.empty and p.name not in given]
-        if missing:
-            raise GossamerError(f"graph {name!r} needs {missing[0]!r}, as in '{name}:{missing[0]}=10'")
-        text = ",".join(f"{key}={value}" for key, value in given.items())
-        rounds = make(n, **given) if n > 1 else [identity(1)]
-        return Graph(f"{name}:{text}" if text else name, tuple(rounds))
+        options = GRAPHS.checked(name, values, given)
+        if options.get("seed", 0) < 0:
+            raise GossamerError(f"graph {name!r}: seed={options['seed']} is not a seed, an integer from 0")
+        return Graph(spelled(name, options), tuple(make(n, **options) if n > 1 else [identity(1)]))
 
-    build.__name__ = make.__name__
-    build.__qualname__ = make.__name__
-    build.__doc__ = make.__doc__
     build.__signature__ = inspect.signature(make).replace(return_annotation=Graph)  # type: ignore[attr-defined]
-    _FAMILIES[name] = build
+    GRAPHS.makers[name] = build
     return build
-
-
-def _takes(options: list[inspect.Parameter]) -> str:
-    if not options:
-        return "it takes none"
-    return "it takes " + ", ".join(p.name if p.default is p.empty else f"{p.name} (default {p.default})" for p in options)
 
 
 @family
@@ -253,12 +229,12 @@ def equi_dynamic(n: int, seed: int = 0, rounds: int = 64, eta: float = 0.5) -> S
 
 def families() -> list[str]:
     """The names that :func:`parse` knows."""
-    return sorted(_FAMILIES)
+    return sorted(GRAPHS.makers)
 
 
 def describe(name: str) -> str:
     """What a family is, in its own words."""
-    return inspect.cleandoc(_FAMILIES[name].__doc__ or "")
+    return inspect.cleandoc(GRAPHS.makers[name].__doc__ or "")
 
 
 _T = TypeVar("_T")
@@ -275,26 +251,7 @@ def told_hosts(graph: _T, per_node: int) -> _T | str:
 def parse(text: str, n: int, also: Sequence[str] = ()) -> Graph:
     """``"ring"``, ``"lattice:k=10"``, ``"random-regular:d=4,seed=1"`` … for n replicas. ``also``: other names that the caller knows, for
     the error."""
-    name, options = plain_name(text), text.partition(":")[2]
-    if name not in _FAMILIES:
-        raise GossamerError(f"there is no graph {name!r}; {nearest(name, sorted([*families(), *also]))}")
-    family = _FAMILIES[name]
-    parameters = inspect.signature(family).parameters
-    given: dict[str, int | float] = {}
-    for part in filter(None, (p.strip() for p in options.split(","))):
-        key, eq, value = (s.strip() for s in part.partition("="))
-        if not eq:
-            raise GossamerError(f"graph {text!r}: {part!r} is not of the form key=value")
-        if key not in parameters or key == "n":
-            raise GossamerError(f"graph {name!r} has no parameter {key!r}; {_takes(list(parameters.values())[1:])}")
-        kind = float if parameters[key].annotation in (float, "float") else int
-        try:
-            given[key] = kind(value)
-        except ValueError:
-            raise GossamerError(
-                f"graph {text!r}: {key}={value!r} is not {'a number' if kind is float else 'an integer'}"
-            ) from None
-    return family(n, **given)
+    return GRAPHS.make(text, n, also=also)
 
 
 # --- Checks -------------------------------------------------------------------------------------------------------------

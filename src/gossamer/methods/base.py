@@ -32,6 +32,7 @@ class Method:
     sums: ClassVar[Literal["rows", "columns", "both"]] = "rows"  # of W: those that must be 1
     static: ClassVar[bool] = False  # whether it needs the same W in every step
     optimizer: ClassVar[Literal["any", "plain SGD"]] = "any"  # plain SGD: the method makes the whole direction itself
+    shares_momentum: ClassVar[bool] = False  # whether it calls ``Step.share_momentum``
     by_name: ClassVar[bool] = True  # whether a person may ask for it by its name
 
     def __init_subclass__(cls) -> None:
@@ -72,9 +73,9 @@ class Method:
                 return f"method {self.name!r} makes its own direction, so it needs SGD without momentum; this is {shown}"
         return None
 
-    def refuse(self, graph: Graph, optimizers: Sequence[torch.optim.Optimizer], step: int = 0) -> None:
-        """An error if it can't run with these."""
-        if why := self.check(graph, optimizers):
+    def refuse(self, graph: Graph | None, optimizers: Sequence[torch.optim.Optimizer], step: int = 0) -> None:
+        """An error if it can't run with these. ``graph`` None: it is not known yet."""
+        if graph is not None and (why := self.check(graph, optimizers)):
             raise GossamerError(f"step {step}: {why}" if step else why)
 
     def does(self, moment: str) -> bool:

@@ -1,9 +1,12 @@
 """Decentralized SGD in both orders, with any optimizer d(·): "D-PSGD", and "D-Adam" when d is Adam."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from gossamer.methods.base import Method
 from gossamer.methods.step import Step
+
+Order = Literal["awc", "atc"]  # the names of the two
 
 
 @dataclass(frozen=True)

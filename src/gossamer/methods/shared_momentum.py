@@ -11,12 +11,13 @@ from gossamer.graphs import Graph
 from gossamer.methods.base import Method
 from gossamer.methods.gossip import AdaptThenCombine
 from gossamer.methods.step import Step
+from gossamer.optim import momentum
 from gossamer.rows.vector import Vector
 
 
 @dataclass(frozen=True)
 class SharedMomentum(Method):
-    name, by_name = "shared-momentum", False
+    name, by_name, shares_momentum = "shared-momentum", False, True
     around: Method = field(default_factory=AdaptThenCombine)
 
     def does(self, moment: str) -> bool:
@@ -45,7 +46,7 @@ class SharedMomentum(Method):
         self.around.members_changed(s)
 
     def check(self, graph: Graph, optimizers: Sequence[torch.optim.Optimizer] = ()) -> str | None:
-        return self.around.check(graph, optimizers)
+        return self.around.check(graph, optimizers) or next(filter(None, map(momentum.refusal, optimizers)), None)
 
     def describe(self) -> str:
         return self.around.describe()

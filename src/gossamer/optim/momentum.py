@@ -14,16 +14,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gossamer.errors import GossamerError
-
 _KINDS = (torch.optim.SGD, torch.optim.RMSprop)
 
 
-def check(optimizer: torch.optim.Optimizer) -> None:
-    """Before training with a schedule that shares momentum."""
+def refusal(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why the momentum of this one can't be shared."""
     dampening = next((group["dampening"] for group in optimizer.param_groups if group.get("dampening")), 0)
-    if dampening and isinstance(optimizer, _KINDS):
-        raise GossamerError(f"ada-auto shares momentum, which SGD's dampening={dampening} would make too small; use 0")
+    if not dampening or not isinstance(optimizer, _KINDS):
+        return None
+    return f"ada-auto shares momentum, which SGD's dampening={dampening} would make too small; use 0"
 
 
 @torch.no_grad()

@@ -83,10 +83,10 @@ class _Place:
 class BlockOptimizer:
     """Clips each replica's gradient and applies the recipe to all rows."""
 
-    def __init__(self, recipe: Recipe, replicas: Replicas, shares_momentum: bool = False) -> None:
+    def __init__(self, recipe: Recipe, replicas: Replicas) -> None:
         if recipe.clip is not None and recipe.clip <= 0:
             raise GossamerError(f"clip={recipe.clip} is out of range; it bounds a norm, so it is above 0")
-        self.recipe, self.replicas, self.shares_momentum = recipe, replicas, shares_momentum
+        self.recipe, self.replicas = recipe, replicas
         kind = recipe.kind()
         self._options = options = dict(recipe.options)
         # With one row we leave torch's default, so that n=1 equals plain PyTorch bit for bit. With many rows memory traffic
@@ -105,8 +105,6 @@ class BlockOptimizer:
         else:
             shares = [self._one_replica(replicas, i) for i in range(replicas.r)]
         self.optimizers = [self._make(kind, groups) for groups in shares]
-        for optimizer in self.optimizers if self.shares_momentum else ():
-            momentum.check(optimizer)
 
     def _make(self, kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         try:

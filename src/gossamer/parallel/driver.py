@@ -186,7 +186,7 @@ class Driver:
             self._before_update()
 
     def _before_any_update(self) -> None:
-        if self._shares_momentum and not self._looked_for_jumps:
+        if self.method.shares_momentum and not self._looked_for_jumps:
             self._jumped, self._looked_for_jumps = self._jumped or self.flat.touched, True
         self._catch_up()
 
@@ -230,7 +230,7 @@ class Driver:
             self.schedule.succeed(self.current_schedule)
         self.steps += 1
         self.reset()
-        if self._shares_momentum:
+        if self.method.shares_momentum:
             self.flat.settle()
 
     def reset(self) -> None:
@@ -319,10 +319,6 @@ class Driver:
 
     def learnt(self) -> tuple[float, ...]:
         return self.current_schedule.learnt()
-
-    @property
-    def _shares_momentum(self) -> bool:
-        return self.schedule.shares_momentum
 
     def _share_momentum(self, t: int) -> bool:
         """If all parameters are their mean now, and it was training that moved them."""

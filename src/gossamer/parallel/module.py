@@ -29,16 +29,14 @@ from gossamer.errors import GossamerError
 from gossamer.graphs import Graph
 from gossamer.members.roster import Change
 from gossamer.members.store import Seat, open_link
-from gossamer.methods import ALL_REDUCE, Averaging, Method, SharedMomentum
-from gossamer.methods import method as method_of
-from gossamer.optim import momentum
+from gossamer.methods import ALL_REDUCE, Averaging, Method, Order
 from gossamer.parallel import averaged, checks, state
 from gossamer.parallel.driver import Driver, weakly
 from gossamer.parallel.uneven import stretch
 from gossamer.parallel.wrapper import Wrapper
 from gossamer.rows.flat import Flat
 from gossamer.rows.profile import Profile
-from gossamer.schedules import Fixed, Order, Schedule, schedule
+from gossamer.schedules import Schedule, schedule
 from gossamer.transport.exchange import Exchange
 from gossamer.transport.mixer import Mixer
 from gossamer.transport.operation import Traffic
@@ -89,7 +87,7 @@ class DecentralizedDataParallel(Wrapper):
         checks.check_choice("init", init, ("broadcast", "keep"))
         if order is not None and method is not None:
             raise GossamerError(f"order={order!r} and method={method!r} say the same thing; give method alone")
-        how = Averaging.of(graph, method, wire, local_steps)
+        how = Averaging.of(graph, method, wire, local_steps, order)
         checks.refuse_unfit(module)
         self.module = module
         self._flat = Flat(self._bare())
@@ -102,7 +100,6 @@ class DecentralizedDataParallel(Wrapper):
         mixer.check_finite = check_finite
         planned = self._seat.size if self._seat else mixer.n
         self.schedule = schedule(checks.over_hosts(how.graph), planned, (ALL_REDUCE, "auto"))
-        self.method = how.method or method_of(order or self.schedule.order)
         self.local_steps, self.send_copy = local_steps, send_copy
         if self.schedule.by_epoch and not (epochs and steps_per_epoch):
             raise GossamerError(
@@ -110,8 +107,8 @@ class DecentralizedDataParallel(Wrapper):
                 "DecentralizedDataParallel(…, epochs=90, steps_per_epoch=len(loader)), in optimizer steps"
             )
         how.refuse(self.schedule)
-        rule = SharedMomentum(self.method) if self.schedule.shares_momentum else self.method
-        drive = Driver(self._flat, mixer, rule, self.schedule, self.rank, how.every, epochs or 1, steps_per_epoch)
+        self.method = how.rule(self.schedule, "awc")
+        drive = Driver(self._flat, mixer, self.method, self.schedule, self.rank, how.every, epochs or 1, steps_per_epoch)
         self._driver = drive
         if self.schedule.watches and self._exchange is not None:
             mixer.probe = Probe(self._exchange, weakly(drive.rate), weakly(drive.learnt))
@@ -224,10 +221,7 @@ class DecentralizedDataParallel(Wrapper):
         self._refuse_alone("gossip()")
         self._refuse_busy("gossip()")
         checks.refuse_strangers(optimizers, self._bare(), self._flat.names)
-        for optimizer in optimizers if self.schedule.shares_momentum else ():
-            momentum.check(optimizer)
-        if isinstance(self.schedule, Fixed):  # others are asked before the first step
-            self.method.refuse(self.schedule.fixed, optimizers, self.steps)
+        self.method.refuse(self.schedule.first(), optimizers, self.steps)
         self._agree(
             {
                 "gossip(): the optimizers": ", ".join(type(optimizer).__name__ for optimizer in optimizers),

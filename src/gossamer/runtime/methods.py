@@ -13,8 +13,8 @@ from typing import Literal
 
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph, plain_name, told_hosts
-from gossamer.methods import ALL_REDUCE, Averaging
-from gossamer.schedules import AdaAuto, Order, Schedule, schedule
+from gossamer.methods import ALL_REDUCE, Averaging, Order
+from gossamer.schedules import Schedule, schedule
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def parse(text: str) -> Method:
         return Gossip(ALL_REDUCE, **own)  # type: ignore[arg-type]
     assert isinstance(how.graph, str)
     by_itself = plain_name(how.graph) == "ada-auto"
-    order = how.method.name if how.method is not None else AdaAuto.order if by_itself else Schedule.order
+    order = how.method.name if how.method is not None else "atc" if by_itself else "awc"
     if order not in ("awc", "atc"):
         raise GossamerError(
             f"method {text!r}: the runtime model knows awc and atc; what {order!r} takes beside them is not in it"

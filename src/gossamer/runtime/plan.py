@@ -17,11 +17,12 @@ from gossamer.data.tasks import Task
 from gossamer.errors import GossamerError
 from gossamer.graphs import OVER_HOSTS
 from gossamer.graphs.rounds import Window
+from gossamer.methods import AdaAuto
 from gossamer.runtime.cluster import Cluster
 from gossamer.runtime.methods import ALL_REDUCE, DDP, Gossip, Method, graph_of, parse
 from gossamer.runtime.model import Outcome, simulate
 from gossamer.runtime.workload import Workload, gradient_sizes
-from gossamer.schedules import AdaAuto, Fixed
+from gossamer.schedules import Fixed
 
 _DRAWS = 9
 _WORTH = 1.05  # a speed-up that is worth changing the way one trains

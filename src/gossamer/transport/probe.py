@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from torch import Tensor
 from gossamer.graphs.rounds import Mean
 from gossamer.rows import mixing
 from gossamer.rows.block import Block
-from gossamer.schedules import Sight
 from gossamer.transport.exchange import Exchange
 from gossamer.transport.link import Tag
 from gossamer.transport.operation import Operation
@@ -25,6 +25,18 @@ from gossamer.transport.operation import Operation
 _SHARE = 256  # of so many columns of a row one is looked at,
 _LEAST, _MOST = 16, 8192  # but not fewer, or more, than these
 _WIDTH = 8  # columns that lie together: of layers, all must have a part
+
+
+@dataclass(frozen=True)
+class Sight:
+    """At a global average in ``step``: how far replicas were from their mean (root of the mean square), the mean's own length, and the
+    learning rate; and the mean of the numbers that each worker gave."""
+
+    step: int
+    distance: float
+    norm: float
+    rate: float
+    carried: tuple[float, ...] = ()
 
 
 class Probe:

@@ -14,15 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.errors import GossamerError
+from gossamer.errors import TrainingDiverged
 from gossamer.transport.exchange import Exchange
 
 _SECONDS = 0.1  # between two reports, about
 _MOST_STEPS = 64
-
-
-class TrainingDiverged(GossamerError):
-    """A loss that is not a number. The last checkpoint is kept."""
 
 
 class StepLoss(NamedTuple):

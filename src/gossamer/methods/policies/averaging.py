@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph, plain_name
 from gossamer.methods.base import ALL_REDUCE, METHODS, Method, known, method
+from gossamer.methods.policies.base import Policy
 from gossamer.rows.wires import ANY_METHOD, BFLOAT16, EXACT, wire
 from gossamer.schedules import Schedule
 
@@ -34,6 +35,12 @@ class Averaging:
     def averages_gradients(self) -> bool:
         return self.method is not None and self.method.averages == "gradients"
 
+    def rule(self, planned: Schedule, default: str) -> Method:
+        """The method of a step. ``default``: if neither a person nor a policy says which."""
+        if isinstance(planned, Policy):
+            return planned.method(self.method)
+        return self.method or method(default)
+
     def refuse(self, planned: Schedule) -> None:
         """What the schedule can't work with."""
         if planned.watches and self.every > 1:
@@ -42,14 +49,22 @@ class Averaging:
             )
 
     @classmethod
-    def of(cls, graph: str | Graph | Schedule, rule: str | Method | None, wire: str = EXACT.name, every: int = 1) -> Averaging:
-        """From separate arguments. A graph by the name of all-reduce, or one of its other names, is that method."""
+    def of(
+        cls,
+        graph: str | Graph | Schedule,
+        rule: str | Method | None,
+        wire: str = EXACT.name,
+        every: int = 1,
+        order: str | None = None,
+    ) -> Averaging:
+        """From separate arguments. A graph by the name of all-reduce, or one of its other names, is that method. ``order``: the method,
+        if the graph is another one and ``rule`` is not given."""
         chosen = None if rule is None else method(rule)
         if isinstance(graph, str) and known(plain_name(graph)) == ALL_REDUCE:
             chosen, graph = chosen or method(ALL_REDUCE), "complete"
         if chosen is not None and chosen.averages == "gradients":
             graph, every = "complete", 1
-        return cls(graph, chosen, wire, every)
+        return cls(graph, method(order) if chosen is None and order else chosen, wire, every)
 
     @classmethod
     def parse(cls, text: str) -> Averaging:

@@ -1,4 +1,7 @@
-"""The step loop. It owns the one step counter; everything else is a pure function of it, the seed and the state it saves."""
+"""Front door 1: the loop over n replicas in p processes. DBench stands on it.
+
+It owns the one step counter; everything else is a pure function of it, the seed and the state it saves.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,28 +22,29 @@ from gossamer.checkpoints import trainer as trainer_state
 from gossamer.checkpoints.snapshot import Snapshot
 from gossamer.checkpoints.trainer import EpochRecord as EpochRecord
 from gossamer.checkpoints.worker import layout as worker_layout
+from gossamer.data import seeds
 from gossamer.data.sampling import sampler
-from gossamer.data.sources import source
+from gossamer.data.sources import Draw, source
 from gossamer.data.tasks import Task
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, TrainingDiverged
 from gossamer.graphs import Graph
 from gossamer.members.outages import Attendance, Outage, donors
-from gossamer.methods import Averaging, SharedMomentum, Step
+from gossamer.methods import Averaging, Step
 from gossamer.optim import BlockOptimizer, Recipe
 from gossamer.optim.learning_rates import LearningRate
-from gossamer.rows import profile
+from gossamer.rows import batch_norm, profile
 from gossamer.rows.backends import Batch
 from gossamer.rows.batch_norm import BatchNorm
 from gossamer.rows.profile import Profile
 from gossamer.rows.replicas import Replicas
 from gossamer.rows.vector import Gradients, Parameters
-from gossamer.schedules import Fixed, Resized, Schedule, schedule
-from gossamer.trainer import evaluation
-from gossamer.trainer.evaluation import Evaluation
-from gossamer.trainer.progress import Progress, StepLoss, TrainingDiverged
+from gossamer.schedules import Resized, Schedule, schedule
 from gossamer.transport.exchange import Exchange
 from gossamer.transport.mixer import Mixer
 from gossamer.transport.probe import Probe
+from gossamer.transport.progress import Progress, StepLoss
+
+_REESTIMATE, _REESTIMATE_BATCH = 2048, 128  # training samples with which BatchNorm's statistics are estimated anew
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,16 @@ class Settings:
     outages: tuple[Outage, ...] = ()  # workers that fail and perhaps come back (see outages.py); in one process only
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """The metric of the averaged model, the mean and the worst over the replicas, and the averaged model on training data."""
+
+    value: float
+    mean: float
+    worst: float
+    train: float
+
+
 class Trainer:
     """``graph``: a name, a Graph or a Schedule. ``allreduce`` needs none. ``exchange``: if the replicas are spread over several
     processes; every one of them makes the same Trainer and calls the same methods."""
@@ -87,9 +101,7 @@ class Trainer:
         if settings.epochs < 1:
             raise GossamerError(f"epochs={settings.epochs}: at least one epoch is needed")
         how = Averaging.of(graph, settings.algorithm, settings.wire, settings.local_steps)
-        assert how.method is not None
-        self.method, self._every, centralized = how.method, how.every, how.averages_gradients
-        if centralized and settings.init == "different":
+        if how.averages_gradients and settings.init == "different":
             raise GossamerError(
                 f"{settings.algorithm} averages gradients, so replicas must start the same; init='different' can't work"
             )
@@ -99,6 +111,7 @@ class Trainer:
         self.on_profile, self.on_epoch, self.on_step = on_profile, on_epoch, on_step
         self.schedule = schedule(how.graph, n)
         how.refuse(self.schedule)
+        self.method, self._every = how.rule(self.schedule, settings.algorithm), how.every
         if settings.outages:
             if exchange is not None:
                 raise GossamerError("failures: workers can leave and come back in one process only; run this without torchrun")
@@ -115,15 +128,12 @@ class Trainer:
             backend=settings.backend,
             vmap_randomness=settings.vmap_randomness,
         )
-        if self.schedule.shares_momentum:
-            self.method = SharedMomentum(self.method)
-        self.optimizer = BlockOptimizer(settings.optimizer, self.replicas, self.schedule.shares_momentum)
-        x, grad = Parameters(self.replicas.blocks, in_place=False), Gradients(self.replicas.blocks)
-        self.now = Step(self.mixer, x, grad, self._look, self._share_momentum)
+        self.optimizer = BlockOptimizer(settings.optimizer, self.replicas)
+        x = Parameters(self.replicas.blocks, in_place=False)
+        self.now = Step(self.mixer, x, Gradients(self.replicas.blocks), self._look, self._share_momentum)
         self.method.begin(self.now)
         self._graph: str | None = None  # of the last step
-        if isinstance(self.schedule, Fixed):  # others are asked before the first step
-            self.method.refuse(self.schedule.fixed, self.optimizer.optimizers)
+        self.method.refuse(self.schedule.first(), self.optimizer.optimizers)
         self.learning_rate = settings.learning_rate or LearningRate(settings.optimizer.lr)
         self.train = source(task.train).to(self.device)
         self.batches = sampler(settings.partition, self.train, n, settings.batch, settings.seed)
@@ -133,12 +143,11 @@ class Trainer:
         self.steps = self.batches.steps_per_epoch * settings.epochs
         self.history: list[EpochRecord] = []
         self.signals: dict[str, float] = {}
-        self._epoch_loss = torch.zeros((), dtype=torch.float64)
-        self._epoch_degree = 0
+        self._epoch_loss, self._epoch_degree = torch.zeros((), dtype=torch.float64), 0
         self.seconds = 0.0
         self._progress = Progress(exchange)
         if exchange is not None:
-            exchange.link.agree({key: str(value) for key, value in self._fingerprint().items()})
+            exchange.link.agree({key: str(value) for key, value in trainer_state.fingerprint(self).items()})
 
     @property
     def bytes(self) -> int:
@@ -232,8 +241,7 @@ class Trainer:
         """What my rows see. The samples of those who are away are seen by nobody."""
         if len(self.members) < self.settings.replicas:
             return tuple(tensor[list(self.members)] for tensor in self.batches.batch(t))
-        mine = self.mixer.rows
-        return self.batches.batch(t, mine.start, len(mine))
+        return self.batches.batch(t, self.mixer.rows.start, len(self.mixer.rows))
 
     def _take_part(self, members: tuple[int, ...]) -> None:
         """Before a step begins: some have left, or come back with the state of another."""
@@ -318,12 +326,46 @@ class Trainer:
         return result
 
     def evaluate_unless(self, stop: Callable[[], bool], singles: int | None = None) -> Evaluation | None:
-        """The same; None if ``stop()`` says so meanwhile."""
-        return evaluation.evaluate(self, stop, singles)
+        """The same; None if ``stop()`` says so meanwhile. Several processes can't agree on that here, so they go on."""
+        replicas, metric, start = self.replicas, self.task.metric, self.mixer.rows.start
+        n = replicas.r * (self.exchange.size if self.exchange is not None else 1)
+        some = n if singles is None else max(1, min(singles, n))
+        chosen = {k * n // some for k in range(some)}
+        mine, last = [math.nan] * replicas.r, -1
+        for i in range(replicas.r):
+            if start + i in chosen:
+                if self.exchange is None and stop():
+                    return None
+                if last >= 0 and replicas.alike(i, last):
+                    mine[i] = mine[last]
+                else:
+                    with replicas.replica(i) as model:
+                        mine[i] = metric.of(model, self.test)
+                last = i
+        everyone = self.mixer.gather(torch.tensor(mine, dtype=torch.float64), "evaluate").tolist()
+        values = [everyone[k] for k in sorted(chosen)]
+        with self.averaged() as model:
+            value, seen = metric.of(model, self.test), metric.of(model, self.train, len(self.test))
+        return Evaluation(value, sum(values) / len(values), metric.worst(values), seen)
 
-    def averaged(self) -> contextlib.AbstractContextManager[nn.Module]:
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
         """The averaged model, in evaluation mode, for as long as the block lasts. All processes take part."""
-        return evaluation.averaged(self)
+        with self.replicas.averaged(self.mixer.mean) as model:
+            if self.settings.batch_norm == "reestimate" and batch_norm.layers(model):
+                with seeds.undisturbed(self.device):  # dropout may draw
+                    batch_norm.reestimate(model, self._passes(model))
+            yield model
+
+    def _passes(self, model: nn.Module) -> Iterator[Callable[[], object]]:
+        """Some training data, the same ones each time and in every process."""
+        seed = self.settings.seed
+        some = torch.randperm(len(self.train), generator=seeds.generator(seed, -7))[:_REESTIMATE]
+        parts = [part for part in some.split(_REESTIMATE_BATCH) if len(part) > 1 or len(some) == 1]
+        for k, part in enumerate(parts):
+            seeds.set_default(seeds.derive(seed, -8, k), self.device)
+            (batch,) = zip(*self.train.draw(part.unsqueeze(0), Draw(seed, -1 - k, 0)), strict=True)
+            yield functools.partial(self.task.loss, model, *batch)
 
     # --- Checkpoint and resume -------------------------------------------------------------------------------------------
 
@@ -333,14 +375,14 @@ class Trainer:
         self.check_parameters()
         parts = trainer_state.capture(self)
         if self.exchange is None:
-            snapshot.save(Path(path), Snapshot(self.step, self._fingerprint(), parts))
+            snapshot.save(Path(path), Snapshot(self.step, trainer_state.fingerprint(self), parts))
         else:
-            shards.save(Path(path), self.step, parts, self._fingerprint(), None, self.exchange)
+            shards.save(Path(path), self.step, parts, trainer_state.fingerprint(self), None, self.exchange)
 
     def load(self, path: Path | str, trusted: Callable[[dict[str, Any]], bool] = lambda progress: True) -> bool:
         """Go on exactly where :meth:`save` was called. The settings must be the same. ``trusted`` may look at the progress and
         say no; returns whether it was loaded."""
-        path, setup = Path(path), self._fingerprint()
+        path, setup = Path(path), trainer_state.fingerprint(self)
         layout = worker_layout(self.now.part, trainer_state.LAYOUT)
         check = functools.partial(trainer_state.check, self)
         if self.exchange is None:
@@ -356,25 +398,3 @@ class Trainer:
         if good:
             trainer_state.restore(self, found, str(path))
         return good
-
-    def _fingerprint(self) -> dict[str, Any]:
-        """What must agree for a resumed run to be the same run."""
-        s = self.settings
-        return {
-            "task": self.task.name,
-            "replicas": s.replicas,
-            "epochs": s.epochs,
-            "batch": s.batch,
-            "algorithm": s.algorithm,
-            "schedule": self.schedule.describe(),
-            "optimizer": repr(s.optimizer),
-            "learning_rate": repr(self.learning_rate),
-            "seed": s.seed,
-            "partition": s.partition,
-            "init": s.init,
-            "wire": s.wire,
-            "batch_norm": s.batch_norm,
-            **({"local_steps": self._every} if self._every > 1 else {}),
-            "outages": [[o.worker, o.at, o.back] for o in s.outages] or None,
-            **{f"tensor {slot.name!r}": list(slot.shape) for block in self.replicas.blocks for slot in block.slots},
-        }
