@@ -343,7 +343,7 @@ def test_two_methods_of_one_name_are_an_error_at_the_definition_of_the_second():
         ("qmg", r"there is no method 'qmg'; did you mean 'qgm'\?"),
         (
             "qgm:bata=1",
-            r"method 'qgm' has no parameter 'bata'; it takes beta \(default 0.9\), mu \(default 0.9\); did you mean 'beta'\?",
+            r"method 'qgm' has no parameter 'bata'; it takes beta \(default 0.9\), mu \(default 0.9\), nesterov \(default false\), local_step \(default 1\); did you mean 'beta'\?",
         ),
         ("qgm:beta=much", r"method 'qgm:beta=much': beta='much' is not a number"),
         ("choco:wire=3bits", r"method 'choco:wire=3bits': wire='3bits' is not 8bits, bfloat16, float32"),

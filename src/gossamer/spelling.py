@@ -30,8 +30,11 @@ def nearest(wrong: str, names: Iterable[str], otherwise: str | None = None) -> s
 
 
 def spelled(name: str, options: Mapping[str, object]) -> str:
-    words = (f"{key}={str(value).lower() if value in (None, True, False) else value}" for key, value in options.items())
-    return ":".join(filter(None, (name, ",".join(words))))
+    return ":".join(filter(None, (name, ",".join(f"{key}={_shown(value)}" for key, value in options.items()))))
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Registry(Generic[T]):
     def checked(self, name: str, values: Sequence[Any] = (), given: dict[str, Any] | None = None) -> dict[str, Any]:
         """What a caller gives for the options of a maker, in their order or by name: an error for what it does not take, or lacks."""
         what, takes = f"{self.kind} {name!r}", self._takes(name)
-        shown = ", ".join(k if p.default in (p.empty, None) else f"{k} (default {p.default})" for k, p in takes.items())
+        shown = ", ".join(k if p.default in (p.empty, None) else f"{k} (default {_shown(p.default)})" for k, p in takes.items())
         if len(values) > len(takes):
             raise GossamerError(f"{what} got {len(values)} values beside {', '.join(self.own)}; it takes {shown or 'none'}")
         options = dict(zip(takes, values, strict=False)) | (given or {})

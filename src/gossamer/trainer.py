@@ -194,7 +194,7 @@ class Trainer:
         graph = self.schedule.graph(t, epoch, self.settings.epochs, self.signals)
         now, rule = self.now, self.method
         now.t, now.lr = t, self.learning_rate.at(t, self.steps, len(self.members))
-        now.round = graph.round(t, self._every)
+        now.graph, now.round = graph, graph.round(t, self._every)
         self._notice(graph)
         self.optimizer.set_lr(now.lr)
         rule.before_forward(now)

@@ -7,10 +7,16 @@ gradients and of its own state, and ``mix``, which averages any of them with the
 from gossamer.methods.allreduce import AllReduce
 from gossamer.methods.base import ALL_REDUCE, METHODS, Method, method
 from gossamer.methods.choco import Choco
+from gossamer.methods.d_squared import DSquared
+from gossamer.methods.decentlam import DecentLaM
 from gossamer.methods.gossip import AdaptThenCombine, AdaptWhileCombine, Order
+from gossamer.methods.gut import GlobalUpdateTracking
 from gossamer.methods.momentum import QuasiGlobalMomentum
+from gossamer.methods.momentum_tracking import MomentumTracking
+from gossamer.methods.normalized_tracking import NormalizedTracking
 from gossamer.methods.policies import AdaAuto, Averaging, Policy
 from gossamer.methods.push_sum import PushSum
+from gossamer.methods.qg_adam import QuasiGlobalAdam
 from gossamer.methods.shared_momentum import SharedMomentum
 from gossamer.methods.step import Step
 from gossamer.methods.tracking import GradientTracking
@@ -24,11 +30,17 @@ __all__ = [
     "AllReduce",
     "Averaging",
     "Choco",
+    "DSquared",
+    "DecentLaM",
+    "GlobalUpdateTracking",
     "GradientTracking",
     "Method",
+    "MomentumTracking",
+    "NormalizedTracking",
     "Order",
     "Policy",
     "PushSum",
+    "QuasiGlobalAdam",
     "QuasiGlobalMomentum",
     "SharedMomentum",
     "Step",

@@ -48,6 +48,15 @@ class Method:
         if cls.by_name:
             METHODS.makers[name] = cls
 
+    def within(self, key: str, interval: str) -> None:
+        """An error for an option that is out of range: ``"[0, 1)"``, from 0 to below 1."""
+        value, (low, high) = getattr(self, key), map(float, interval[1:-1].split(","))
+        inside = (low <= value if interval[0] == "[" else low < value) and (
+            value <= high if interval[-1] == "]" else value < high
+        )
+        if not inside:
+            raise GossamerError(f"method {self.name!r}: {key}={value} is out of range; it is in {interval}")
+
     def describe(self) -> str:
         """The canonical spelling."""
         return METHODS.describe(self.name, {field.name: getattr(self, field.name) for field in fields(self)})

@@ -15,22 +15,44 @@ class QuasiGlobalMomentum(Method):
 
     - ``beta``: how much of the momentum a step takes. 0 is ``atc``.
     - ``mu``: how slowly the momentum follows. In a step with a learning rate of 0 it stays as it is.
+    - ``nesterov``: the step is g + β (g + β m), as in the published commands.
+    - ``local_step``: the momentum follows the mean movement of so many steps, and changes once in them.
     """
 
     name, sums, optimizer = "qgm", "both", "plain SGD"
     beta: float = 0.9
     mu: float = 0.9
+    nesterov: bool = False
+    local_step: int = 1
+
+    def __post_init__(self) -> None:
+        self.within("beta", "[0, 1)")
+        self.within("mu", "[0, 1]")
+        self.within("local_step", "[1, inf)")
 
     def state(self, like: Vector) -> dict[str, Vector]:
-        return {"m": like.zeros(), "before": like.zeros()}
+        own = {"m": like.zeros(), "before": like.zeros()}
+        return own | {"moved": like.zeros()} if self.local_step > 1 else own
 
     def before_update(self, s: Step) -> None:
         s.state["before"].copy_(s.x)
-        s.grad.add_(s.state["m"], alpha=self.beta)
+        if self.nesterov:
+            s.grad.mul_(1 + self.beta).add_(s.state["m"], alpha=self.beta**2)
+        else:
+            s.grad.add_(s.state["m"], alpha=self.beta)
 
     def after_update(self, s: Step) -> None:
         mixed = s.mix(s.x)
         s.look()
         mixed.into(s.x)
         if s.lr:
-            s.state["m"].lerp_(s.state["before"].sub_(s.x).div_(s.lr), 1 - self.mu)
+            self._follow(s, s.state["before"].sub_(s.x).div_(s.lr))
+
+    def _follow(self, s: Step, moved: Vector) -> None:
+        if self.local_step > 1:
+            total = s.state["moved"].add_(moved)
+            if (s.t + 1) % self.local_step:
+                return
+            moved.copy_(total).div_(self.local_step)
+            total.zero_()
+        s.state["m"].lerp_(moved, 1 - self.mu)

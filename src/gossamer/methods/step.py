@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from gossamer.graphs import Graph
 from gossamer.graphs.rounds import Mean, Round
 from gossamer.rows.vector import Parameters, Vector
 from gossamer.rows.wires import Wire
@@ -16,7 +17,7 @@ from gossamer.transport.transfer import AgreedMean, Transfer
 class Step:
     """One for a whole run; the driver sets what changes.
 
-    - ``t``: the step's number. ``round``: which rows are averaged in it. ``lr``: the learning rate.
+    - ``t``: the step's number. ``round``: which rows are averaged in it, of ``graph``. ``lr``: the learning rate.
     - ``x``, ``grad``, ``state``: rows of parameters, of gradients, and of the method's own.
     - ``pending``: transfers that a method has started and not used yet, by name.
     - ``bytes``: received by each replica so far.
@@ -30,14 +31,17 @@ class Step:
         self.part: str | None = None  # the name of the state in a checkpoint, if there is any
         self.pending: dict[str, Transfer] = {}
         self.t, self.lr, self.bytes = 0, 0.0, 0
-        self.round: Round = Mean(mixer.n)
+        self.graph = Graph("complete", (Mean(mixer.n),))
+        self.round: Round = self.graph.rounds[0]
         self._look, self._share = look, share
         self._shared = -1  # the last step in which momentum was shared
 
-    def mix(self, *vectors: Vector, wire: Wire | None = None) -> Transfer:
-        """Start to average each vector with those of the neighbours: W v. ``wire``: how rows travel, if not as the driver was told."""
-        self.bytes += self.mixer.cost(self.round, *vectors, wire=wire)
-        return self.mixer.start(self.round, self.t, *vectors, wire=wire)
+    def mix(self, *vectors: Vector, wire: Wire | None = None, round: Round | None = None) -> Transfer:
+        """Start to average each vector with those of the neighbours: W v. ``wire``: how rows travel, if not as the driver was told.
+        ``round``: another W than that of the step."""
+        chosen = self.round if round is None else round
+        self.bytes += self.mixer.cost(chosen, *vectors, wire=wire)
+        return self.mixer.start(chosen, self.t, *vectors, wire=wire)
 
     def mean(self, *vectors: Vector) -> Transfer | AgreedMean:
         """Start to average each vector over all replicas; the result is the same for all, to the bit."""

@@ -135,7 +135,7 @@ class Driver:
         now = self.now
         now.t, now.lr = self.steps, self._rate()
         graph = self.current_schedule.graph(now.t, min(self.epoch, self.epochs - 1), self.epochs, self.signals)
-        now.round = graph.round(now.t, self.every)
+        now.graph, now.round = graph, graph.round(now.t, self.every)
         self._notice(graph)
         try:
             self._moment("before_forward", self.method.before_forward)

@@ -51,8 +51,21 @@ class Vector:
         torch._foreach_zero_(self.tensors)
         return self
 
-    def add_(self, other: Vector, alpha: float = 1.0) -> Vector:
-        torch._foreach_add_(self.tensors, other.tensors, alpha=alpha)
+    def add_(self, other: Vector | float, alpha: float = 1.0) -> Vector:
+        """Another vector, or one number to each."""
+        if isinstance(other, Vector):
+            torch._foreach_add_(self.tensors, other.tensors, alpha=alpha)
+        else:
+            torch._foreach_add_(self.tensors, alpha * other)
+        return self
+
+    def addcmul_(self, a: Vector, b: Vector, value: float = 1.0) -> Vector:
+        """Plus value·a·b, number by number."""
+        torch._foreach_addcmul_(self.tensors, a.tensors, b.tensors, value)
+        return self
+
+    def sqrt_(self) -> Vector:
+        torch._foreach_sqrt_(self.tensors)
         return self
 
     def sub_(self, other: Vector, alpha: float = 1.0) -> Vector:
@@ -73,6 +86,11 @@ class Vector:
 
     def __sub__(self, other: Vector) -> Vector:
         return Vector(torch._foreach_sub(self.tensors, other.tensors), self.numels)
+
+    def norm(self) -> Vector:
+        """Of each replica, over all of its numbers: one number."""
+        squares = sum(tensor.double().square().sum(dim=1, keepdim=True) for tensor in self.tensors)
+        return Vector([torch.as_tensor(squares).sqrt().to(self.tensors[0].dtype)])
 
     def _each(self, apply: Callable[[Tensor, Tensor | float], Tensor], other: Vector | float) -> Vector:
         theirs: Sequence[Tensor | float]

@@ -1,0 +1,230 @@
+"""Methods of the field, held to their equations and to each other (the cross-method table): on quadratics, in double precision."""
+
+import numpy as np
+import pytest
+import torch
+
+from gossamer import GossamerError, graphs
+from gossamer.methods import method
+from tests.test_methods import COLUMNS, OPTIMUM, A, H, N, Run, after, close
+
+SIZES = [1, 2, 5, 8]
+
+
+def of(n):
+    """h and a of n replicas."""
+    rows = torch.arange(n) % N
+    return H[rows], A[rows]
+
+
+def matrix(graph, n):
+    return torch.from_numpy(graphs.parse(graph, n).matrix())
+
+
+# --- Reductions -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("reduced", ["qgm:beta=0", "qgm:beta=0,nesterov=true,local_step=3", "decentlam:beta=0"])
+def test_without_momentum_they_are_decentralized_sgd(reduced, n):
+    close(after(40, reduced, "ring", n=n), after(40, "atc", "ring", n=n))
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_gut_without_tracking_is_averaging_first_and_the_gradient_there(n):
+    made, (h, a), w = Run("gut:mu=0", "ring", n=n), of(n), matrix("ring", n)
+    x = z = made.x.clone()  # the first z is what all start with
+    for now in made.steps(40):
+        x = z - 0.1 * h * (z - a)
+        z = w @ x
+        close(now.x, z)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("start", ["mean", "own"])
+def test_momentum_tracking_without_momentum_is_gradient_tracking(n, start):
+    h, a = of(n)
+    made, w = Run(f"momentum-tracking:beta=0,start={start}", "ring", n=n), matrix("ring", n)
+    x, y, before = made.x.clone(), torch.zeros(n, COLUMNS, dtype=torch.float64), None
+    for now in made.steps(40):
+        g = h * (x - a)
+        y = y + g - before if before is not None else (g.mean(0).expand(n, -1) if start == "mean" else g)
+        x, y, before = w @ (x - 0.1 * y), w @ y, g
+        close(now.x, x, 1e-11)
+    if start == "own":
+        close(made.x, after(40, "tracking", "ring", n=n))
+
+
+# --- The trackers' means ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_the_mean_of_what_is_tracked_is_that_of_what_it_tracks(n):
+    for rule, tracker, tracked in (("momentum-tracking", "y", "m"), ("gt-nsgdm", "y", "v")):
+        for now in Run(rule, "ring", n=n, lr=0.02).steps(60):
+            state = now.now.state
+            close(state[tracker].tensors[0].mean(0), state[tracked].tensors[0].mean(0), 1e-11)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("mu", [0.3, 0.9])
+def test_the_mean_update_of_gut_is_the_mean_gradient(n, mu):
+    """At every step, also when the learning rate changes: a movement is divided by the rate of its own step."""
+    made, (h, a) = Run(f"gut:mu={mu}", "ring", n=n), of(n)
+    x = made.x.clone()
+    for t, now in enumerate(made.steps(60, lambda t: 0.1 / (1 + t // 20))):
+        lr = 0.1 / (1 + t // 20)
+        close((x - now.x).mean(0) / lr, (h * (x - a)).mean(0), 1e-10)
+        x = now.x.clone()
+
+
+def test_gut_with_momentum_is_what_the_authors_code_does():
+    mu, beta, lr = 0.3, 0.5, 0.05
+    made, w = Run(f"gut:mu={mu},beta={beta}", "ring", lr=lr), matrix("ring", N)
+    with torch.no_grad():
+        made.block.x.copy_(made.x[:1].expand(N, -1))  # all start the same
+    x, buffer = made.x.clone(), torch.zeros(N, COLUMNS, dtype=torch.float64)
+    x_before, gossip_before, delta_before = x.clone(), torch.zeros_like(x), None
+    for t, now in enumerate(made.steps(80)):
+        gossip = w @ x - x
+        g = H * ((x + gossip) - A)
+        delta = g - gossip / lr
+        shift = w @ (x - x_before) + (1 + beta) * gossip_before if t else 0 * x
+        y = delta - mu / lr * shift - (mu * delta_before if t else 0)
+        buffer = beta * buffer + y
+        x_before, gossip_before, delta_before = x, gossip, delta
+        x = x - lr * buffer
+        close(now.x, w @ x, 1e-10)
+
+
+# --- Bias -----------------------------------------------------------------------------------------------------------------------
+
+
+def bias(rule, count=6000, lr=0.05, graph="ring", n=N):
+    made = Run(rule, graph, lr=lr, n=n)
+    for _ in made.steps(count):
+        pass
+    return float((made.x - OPTIMUM).norm())
+
+
+def test_the_order_of_bias_on_data_that_differ():
+    found = [bias("atc"), bias("gut:mu=0.3"), bias("gut:mu=0.9")]
+    assert found == sorted(found, reverse=True)
+    assert found[2] > 1e-4
+    assert found[0] > 2 * found[2]
+    for rule in ("tracking", "momentum-tracking:beta=0.5", "d2"):
+        assert bias(rule) < 1e-8, rule
+
+
+def test_the_bias_of_gut_is_that_of_a_smaller_step():
+    """Fixed point: averaging moves by η (1 - μ) g, with momentum by η (1 - μ) / (1 + β μ) g."""
+    w, lr = matrix("ring", N), 0.05
+    for mu, beta in ((0.5, 0.0), (0.2, 0.5)):
+        made = Run(f"gut:mu={mu},beta={beta}", "ring", lr=lr)
+        with torch.no_grad():
+            made.block.x.copy_(made.x[:1].expand(N, -1))
+        for _ in made.steps(6000):
+            pass
+        gossip = lr * (1 - mu) / (1 + beta * mu) * H * (made.x - A)
+        close(w @ (made.x - gossip), made.x, 1e-9)
+
+
+@pytest.mark.parametrize("graph", ["ring", "torus", "star"])
+def test_d_squared_is_its_equation(graph):
+    for lazy in (True, False):
+        w = matrix(graph, N)
+        least = float(np.linalg.eigvalsh(w.numpy())[0])
+        if not lazy and least <= -1 / 3 + 1e-9:
+            continue
+        made = Run(f"d2:lazy={str(lazy).lower()}", graph, lr=0.05)
+        w = (w + torch.eye(N)) / 2 if lazy else w
+        x, before, g_before = made.x.clone(), None, None
+        for now in made.steps(40):
+            g = H * (x - A)
+            x, before, g_before = w @ (x - 0.05 * g if before is None else 2 * x - before - 0.05 * (g - g_before)), x, g
+            close(now.x, x, 1e-10)
+
+
+def test_decentlam_and_qgm_are_their_equations():
+    w, lr, beta, mu = matrix("ring", N), 0.05, 0.8, 0.7
+    made = Run(f"decentlam:beta={beta}", "ring", lr=lr)
+    x, m = made.x.clone(), torch.zeros(N, COLUMNS, dtype=torch.float64)
+    for now in made.steps(40):
+        m = beta * m + (x - w @ (x - lr * H * (x - A))) / lr
+        x = x - lr * m
+        close(now.x, x, 1e-10)
+    made = Run(f"qgm:beta={beta},mu={mu},nesterov=true,local_step=3", "ring", lr=lr)
+    x, m, moved = made.x.clone(), torch.zeros_like(x), torch.zeros_like(x)
+    for t, now in enumerate(made.steps(40)):
+        g, before = H * (x - A), x
+        x = w @ (x - lr * (g + beta * (beta * m + g)))
+        moved = moved + (before - x) / lr
+        if (t + 1) % 3 == 0:
+            m, moved = mu * m + (1 - mu) * moved / 3, torch.zeros_like(moved)
+        close(now.x, x, 1e-10)
+
+
+def test_quasi_global_adam_is_its_equation():
+    w, lr, b1, b2, eps = matrix("ring", N), 0.05, 0.9, 0.95, 1e-6
+    made = Run(f"qg-adam:beta1={b1},beta2={b2},eps={eps}", "ring", lr=lr)
+    x = made.x.clone()
+    m, v = torch.zeros_like(x), torch.zeros_like(x)
+    for t, now in enumerate(made.steps(40)):
+        g, before = H * (x - A), x
+        a, b = (b1 * m + g) / (1 - b1 ** (t + 1)), (b2 * v + (1 - b2) * g**2) / (1 - b2 ** (t + 1))
+        x = w @ (x - lr * a / (b.sqrt() + eps))
+        d = (before - x) / ((before - x).norm(dim=1, keepdim=True) + 1e-8)
+        m, v = b1 * m + (1 - b1) * d, b2 * v + (1 - b2) * d**2
+        close(now.x, x, 1e-10)
+
+
+def test_steps_of_gt_nsgdm_have_the_length_of_the_learning_rate():
+    made = Run("gt-nsgdm", "complete", n=1, lr=0.01)
+    x = made.x.clone()
+    for now in made.steps(20):
+        close((now.x - x).norm(), torch.tensor(0.01, dtype=torch.float64), 1e-9)
+        x = now.x.clone()
+
+
+# --- One worker, equal workers, steps without a learning rate ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rule", ["qgm", "qgm:nesterov=true,local_step=2", "qg-adam", "gut", "gut:mu=0.1,beta=0.9", "decentlam", "d2"]
+)
+def test_a_step_with_a_learning_rate_of_0_divides_by_nothing(rule):
+    made = Run(rule, "ring", lr=0.05)
+    mean = None
+    for t, now in enumerate(made.steps(12, lambda t: 0.0 if t in (0, 5, 6) else 0.05)):
+        assert torch.isfinite(now.x).all()
+        if t == 5:
+            mean = now.x.mean(0)
+        if t == 6 and rule != "d2":
+            close(now.x.mean(0), mean, 1e-12)  # nothing but averaging
+
+
+# --- Refusals -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("qgm:beta=1.5", r"method 'qgm': beta=1.5 is out of range; it is in \[0, 1\)"),
+        ("qgm:local_step=0", r"local_step=0 is out of range; it is in \[1, inf\)"),
+        ("gut:mu=2", r"mu=2.0 is out of range; it is in \[0, 1\]"),
+        ("momentum-tracking:beta=1", r"beta=1.0 is out of range"),
+        ("momentum-tracking:start=zero", "start='zero' is not mean, own"),
+        ("qg-adam:eps=0", r"eps=0.0 is out of range; it is in \(0, inf\)"),
+    ],
+)
+def test_options_out_of_range_are_named(text, message):
+    with pytest.raises(GossamerError, match=message):
+        method(text)
+
+
+def test_d_squared_says_which_graph_it_needs():
+    assert "needs a symmetric W" in method("d2").check(graphs.parse("exponential", 8))
+    assert "the same W in every step" in method("d2").check(graphs.parse("one-peer-ring", 8))
+    why = method("d2:lazy=false").check(graphs.parse("ring", 8))
+    assert "above -1/3, and the least one of 'ring' is -0.333; use lazy=true" in why
+    assert method("d2").check(graphs.parse("ring", 8)) is None
