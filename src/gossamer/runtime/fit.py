@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -187,11 +187,11 @@ def _starts(table: Table, own: bool) -> list[np.ndarray]:
         fixed = max(first - divided / low, first * 0.05)
     else:
         divided, fixed = first * 0.5, first * 0.5
-    made = []
-    for share, sigma in ((1.0, 0.03), (1.0, 0.12), (0.4, 0.05)):
-        guess = Unknowns(fixed, divided * 0.9, table.gbit * share, table.latency_us, sigma, first * 0.1)
-        made.append(np.log(astuple(guess)[: 6 if own else 5]))
-    return made
+    overhead = [first * 0.1] * own
+    return [
+        np.log([fixed, divided * 0.9, table.gbit * share, table.latency_us, sigma, *overhead])
+        for share, sigma in ((1.0, 0.03), (1.0, 0.12), (0.4, 0.05))
+    ]
 
 
 def _search(table: Table, points: list[tuple[int, Method, float]], start: np.ndarray, steps: int) -> Any:
