@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -15,8 +17,8 @@ class Folder(Source):
     """``most``: so many images, evenly over all classes (default: all of them). In a fixed random order, so that any first part
     of them has all classes too."""
 
-    def __init__(self, images: ImageFolder, most: int | None = None, device: torch.device | None = None) -> None:
-        self.images, self.device = images, device or torch.device("cpu")
+    def __init__(self, images: ImageFolder, most: int | None = None) -> None:
+        self.images, self.device = images, torch.device("cpu")
         count, some = len(images), min(len(images), most or len(images))
         self._index = (torch.arange(some) * count // some)[torch.randperm(some, generator=seeds.generator(0, -9))]
 
@@ -33,8 +35,8 @@ class Folder(Source):
         return tuple(tensor.to(self.device) for tensor in batch)
 
     def to(self, device: torch.device) -> Folder:
-        moved = Folder(self.images, None, device)
-        moved._index = self._index
+        moved = copy.copy(self)
+        moved.device = device
         return moved
 
     def describe(self) -> list[list[int]]:

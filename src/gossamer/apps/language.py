@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gossamer.data.sources import Source
+from gossamer.data.sources import Source, Text
 from gossamer.data.tasks import Metric
-from gossamer.errors import GossamerError
 from gossamer.rows.backends import Batch
 
 
@@ -39,8 +38,4 @@ STREAMS = _Streams("perplexity", losses, False, "exp", batch=16)
 
 def windows(tokens: Tensor, length: int) -> Batch:
     """A text as samples that can be read in any order: ``[count, length]``, and the same one token later."""
-    count = (len(tokens) - 1) // length
-    if count < 1:
-        raise GossamerError(f"a text of {len(tokens)} tokens has no window of {length} tokens with one more to predict")
-    index = torch.arange(count * length).view(count, length)
-    return tokens[index], tokens[index + 1]
+    return Text(tokens, length).take(torch.arange(0, len(tokens) - length, length))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch import Tensor, nn
+from torch import nn
 
 from gossamer.apps import augment, data, language, models
 from gossamer.apps.folders import Folder
@@ -139,36 +139,22 @@ def _imagenet_resnet50(wish: Wish, options: Bottleneck) -> Task:
 
 def _wikitext2_lstm(wish: Wish, options: Recurrent) -> Task:
     corpus = data.wikitext2(wish.folder, vocabulary=options.vocabulary)
-    build = functools.partial(
-        models.WordLSTM,
-        len(corpus.vocabulary),
-        options.embedding,
-        options.hidden,
-        options.layers,
-        options.dropout,
-        options.tied,
-        wish.batch,
-    )
-    train, test = (Text(tokens[:count], options.window) for tokens, count in _counted(corpus.train, corpus.test, options))
+    sizes = len(corpus.vocabulary), options.embedding, options.hidden, options.layers
+    build = functools.partial(models.WordLSTM, *sizes, options.dropout, options.tied, wish.batch)
+    train, test = (Text(tokens, options.window) for tokens in (corpus.train[: options.train], corpus.test[: options.test]))
     return Task(wish.name, build, train, test, language.loss, language.STREAMS)
 
 
 def _text_gpt(wish: Wish, options: Transformer) -> Task:
     shape = models.GPTShape(256, options.context, options.layers, options.heads, options.width, dropout=options.dropout)
-    pairs = [
-        language.windows(tokens[:count].long(), options.context)
-        for tokens, count in _counted(*data.plain_text(wish.folder), options)
-    ]
+    train, test = data.plain_text(wish.folder)
+    pairs = [language.windows(text.long(), options.context) for text in (train[: options.train], test[: options.test])]
     return Task(wish.name, functools.partial(models.GPT, shape), pairs[0], pairs[1], language.loss, language.PERPLEXITY)
 
 
 def _some(train: data.Pair, test: data.Pair, options: Options) -> tuple[data.Pair, data.Pair]:
     (x, y), (u, v) = train, test
     return (x[: options.train], y[: options.train]), (u[: options.test], v[: options.test])
-
-
-def _counted(train: Tensor, test: Tensor, options: Options) -> list[tuple[Tensor, int | None]]:
-    return [(train, options.train), (test, options.test)]
 
 
 @dataclass(frozen=True)
@@ -201,20 +187,20 @@ def defaults(name: str) -> dict[str, Any]:
 
 def check(name: str, options: Mapping[str, Any] | None = None) -> None:
     """Whether there is such a task with such options; needs no data."""
-    if name not in _TASKS:
-        near = difflib.get_close_matches(name, names(), n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names())}"
-        raise GossamerError(f"task.name: there is no task {name!r}; {hint}")
     _options(name, options)
 
 
 def make(name: str, folder: Path | None = None, options: Mapping[str, Any] | None = None, batch: int = 1) -> Task:
     """``batch``: samples per replica and step, which a model that carries a state must know."""
-    check(name, options)
-    return _TASKS[name].make(Wish(name, folder, batch), _options(name, options))
+    checked = _options(name, options)
+    return _TASKS[name].make(Wish(name, folder, batch), checked)
 
 
 def _options(name: str, given: Mapping[str, Any] | None) -> Options:
+    if name not in _TASKS:
+        near = difflib.get_close_matches(name, names(), n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names())}"
+        raise GossamerError(f"task.name: there is no task {name!r}; {hint}")
     default = _TASKS[name].options
     try:
         return type(default).model_validate({**default.model_dump(), **(given or {})})

@@ -27,24 +27,19 @@ def bound(
     Hidden transfers: the longer of computing and the transfer. Exposed ones: their sum, for the worker for which it is largest.
     Graphs that change from step to step: the mean over the first ``iterations`` steps, by default over a whole period.
     """
-    slow = cluster.compute_factors()
     if compute is None:
         busy = (workload.forward + workload.backward) * cluster.noise.made().mean
-        compute = (busy + workload.update) * slow
+        compute = (busy + workload.update) * cluster.compute_factors()
     slowest = float(compute.max())
     if cluster.n == 1:
         return slowest
     if isinstance(method, DDP):
-        sizes = (size * method.share for size, _ in _buckets(workload, method))
-        whole = sum(float(network.everyone(cluster, size).taken[0]) for size in sizes)
-        return max(slowest, whole)
+        buckets = workload.buckets(method.bucket_mb if method.overlap else workload.row_bytes)
+        return max(slowest, sum(float(network.everyone(cluster, size * method.share).taken[0]) for size, _ in buckets))
     if isinstance(method, (DecentDP, StochasticGradientPush)):
         return max(slowest + getattr(method, "overhead", 0.0), _pipelined(cluster, workload, method, iterations))
+    assert isinstance(method, Gossip)
     return _gossip(cluster, workload, method, compute, iterations)
-
-
-def _buckets(workload: Workload, method: DDP) -> tuple[tuple[int, float], ...]:
-    return workload.buckets(method.bucket_mb if method.overlap else workload.row_bytes)
 
 
 def _pipelined(
@@ -63,8 +58,7 @@ def _times(graph: Graph, steps: np.ndarray) -> Iterator[tuple[int, Round]]:
     return zip(np.bincount(steps % graph.period, minlength=graph.period), graph.rounds, strict=True)
 
 
-def _gossip(cluster: Cluster, workload: Workload, method: Method, compute: np.ndarray, iterations: int | None) -> float:
-    assert isinstance(method, Gossip)
+def _gossip(cluster: Cluster, workload: Workload, method: Gossip, compute: np.ndarray, iterations: int | None) -> float:
     made = graph_of(method, cluster.n, cluster.per_host)
     if len({made.graph(0, epoch, 10).name for epoch in range(10)}) > 1:  # a schedule that changes with the epoch
         return float(compute.max())

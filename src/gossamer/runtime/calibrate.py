@@ -36,7 +36,6 @@ from gossamer.runtime.workload import gradient_sizes
 from gossamer.transport.exchange import Exchange
 from gossamer.transport.operation import Operation
 
-_REPEATS = 5
 _IN_A_ROW = 50
 _TRANSFER = 0.5  # seconds that one large transfer should take at most
 _COMPUTE = 8.0  # seconds for the steps of a workload, alone and while traffic flows
@@ -108,18 +107,17 @@ class Probe:
         assert link is not None
         self.exchange = Exchange(link)
 
-    def together(self, work: Callable[[], object], repeats: int = _REPEATS, warm: int = 1, times: int = 1) -> float:
-        """Median seconds until the last process has done it; all begin at the same time. ``times``: so often in a row, as training
-        does it. A connection that has rested stalls more often than one in use."""
+    def together(self, work: Callable[[], object], repeats: int, times: int = 1) -> float:
+        """Median seconds until the last process has done it; all begin at the same time, and a first time warms up. ``times``: so often
+        in a row, as training does it. A connection that has rested stalls more often than one in use."""
         taken = []
-        for k in range(warm + repeats):
+        for _ in range(1 + repeats):
             dist.barrier()
             began = time.perf_counter()
             for _ in range(times):
                 work()
-            if k >= warm:
-                taken.append((time.perf_counter() - began) / times)
-        return self.slowest(statistics.median(taken))
+            taken.append((time.perf_counter() - began) / times)
+        return self.slowest(statistics.median(taken[1:]))
 
     def slowest(self, value: float) -> float:
         return float(self.everyone([value]).max())
@@ -135,13 +133,21 @@ class Probe:
         many workers of a host take part."""
         base, m = (self.rank - self.rank % self.per_host, self.per_host) if inside else (0, self.n)
         place = self.rank - base
-        to, source = base + (place + by) % m, base + (place - by) % m
-        mine = flows is None or self.rank % self.per_host < flows
+        takes_part = flows is None or self.rank % self.per_host < flows
+        return self._transfer(base + (place + by) % m, base + (place - by) % m, size, takes_part)
+
+    def pair(self, size: int) -> Callable[[], object]:
+        """Only the first two workers of a host, in both directions."""
+        place = self.rank % self.per_host
+        peer = self.rank + 1 - 2 * place
+        return self._transfer(peer, peer, size, place < 2)
+
+    def _transfer(self, to: int, source: int, size: int, takes_part: bool) -> Callable[[], object]:
         out, into = torch.zeros(max(1, size // 4)), torch.empty(max(1, size // 4))
 
         def run() -> None:
             tag = self.exchange.collective_tag()
-            if mine:
+            if takes_part:
                 self.exchange.edges([(to, out)], [(source, into)], tag, "calibrate").wait()
 
         return run
@@ -167,8 +173,7 @@ class Probe:
             self.say("between hosts: latency and bandwidth")
             step = self.per_host
             latency = self.latency(self.shift(step, 4, 1))
-            alone = self.rate(lambda size: self.shift(step, size, 1), latency)
-            whole = alone
+            alone = whole = self.rate(lambda size: self.shift(step, size, 1), latency)
             if self.per_host > 1:
                 self.say("between hosts: all workers of a host at once")
                 whole = self.per_host * self.rate(lambda size: self.shift(step, size), latency)
@@ -179,25 +184,12 @@ class Probe:
         if self.per_host > 1:
             self.say("inside a host: latency and bandwidth")
             latency = self.latency(self.shift(1, 4, inside=True))
-            alone = self.rate(lambda size: self.pair(size), latency)
+            alone = self.rate(self.pair, latency)
             each = self.rate(lambda size: self.shift(1, size, inside=True), latency)
             shared = each < 0.7 * alone
             gbit = (each * self.per_host if shared else each) * 8e-9
             found["intra"] = {"gbit": gbit, "latency_us": latency * 1e6, "shared": shared}
         return found
-
-    def pair(self, size: int) -> Callable[[], object]:
-        """Only the first two workers of a host, in both directions."""
-        place = self.rank % self.per_host
-        out, into = torch.zeros(size // 4), torch.empty(size // 4)
-
-        def run() -> None:
-            tag = self.exchange.collective_tag()
-            if place < 2:
-                peer = self.rank + 1 - 2 * place
-                self.exchange.edges([(peer, out)], [(peer, into)], tag, "calibrate").wait()
-
-        return run
 
     def all_reduce(self, row: int, wire: float, latency: float) -> dict[str, float]:
         """What a byte of an all-reduce takes, as a factor of what it takes rows; and in ns what the wire can't explain, where it is so fast

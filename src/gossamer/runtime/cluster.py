@@ -19,6 +19,7 @@ compute = 1.5        # times as long as on the others
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 from collections.abc import Mapping
@@ -29,26 +30,25 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gossamer.errors import GossamerError
-from gossamer.runtime import noise as noises
-from gossamer.runtime.noise import Noise
+from gossamer.runtime.noise import KINDS, Noise
 from gossamer.runtime.workload import Workload
 from gossamer.toml_files import Shelf, explain, parsed
 
 _MOST = 10_000_000  # workers
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Inter(_Part):
+class Inter(Part):
     """Between hosts. ``gbit``: what a host's interface really carries per second in one direction, for all its workers together."""
 
     gbit: float = Field(gt=0, allow_inf_nan=True)
     latency_us: float = Field(0.0, ge=0)
 
 
-class Intra(_Part):
+class Intra(Part):
     """Inside a host. ``gbit`` per second and direction: of one worker, or if it is ``shared`` (memory, one PCIe root) of all."""
 
     gbit: float = Field(gt=0, allow_inf_nan=True)
@@ -56,7 +56,7 @@ class Intra(_Part):
     shared: bool = False
 
 
-class NoisePart(_Part):
+class NoisePart(Part):
     kind: Literal["constant", "normal", "lognormal", "stragglers", "trace"] = "constant"
     sigma: float | None = Field(None, ge=0, le=2)
     share: float | None = Field(None, ge=0, le=1)
@@ -65,36 +65,25 @@ class NoisePart(_Part):
 
     @model_validator(mode="after")
     def _fits(self) -> NoisePart:
-        takes = {
-            "constant": (set(), set()),
-            "normal": ({"sigma"}, {"sigma"}),
-            "lognormal": ({"sigma"}, {"sigma"}),
-            "stragglers": ({"share", "factor"}, {"share", "factor", "sigma"}),
-            "trace": ({"factors"}, {"factors"}),
-        }
-        needed, allowed = takes[self.kind]
-        given = {key for key in ("sigma", "share", "factor", "factors") if getattr(self, key) is not None}
-        if missing := sorted(needed - given):
+        takes = {field.name: field for field in dataclasses.fields(KINDS[self.kind])}
+        needed = {name for name, field in takes.items() if field.default is dataclasses.MISSING}
+        if missing := sorted(needed - self._given.keys()):
             raise GossamerError(f"kind {self.kind!r} needs {' and '.join(missing)}")
-        if extra := sorted(given - allowed):
+        if extra := sorted(self._given.keys() - takes):
             raise GossamerError(f"kind {self.kind!r} takes no {' and no '.join(extra)}; they contradict each other")
         if self.factors is not None and (not self.factors or min(self.factors) < 0):
             raise GossamerError("factors: a trace is one or more factors, none negative")
         return self
 
+    @property
+    def _given(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"kind"}, exclude_none=True)
+
     def made(self) -> Noise:
-        sigma = self.sigma or 0.0
-        if self.kind == "normal":
-            return noises.Normal(sigma)
-        if self.kind == "lognormal":
-            return noises.Lognormal(sigma)
-        if self.kind == "stragglers":
-            rest = noises.Lognormal(sigma) if sigma else noises.Constant()
-            return noises.Stragglers(self.share or 0.0, self.factor or 1.0, rest)
-        return noises.Trace(self.factors) if self.factors else noises.Constant()
+        return KINDS[self.kind](**self._given)
 
 
-class Costs(_Part):
+class Costs(Part):
     """What communication costs the processor, in nanoseconds per byte of parameters or gradients (1 ns/B is 1 s per GB).
 
     ``traffic``: by how much computing gets longer for each byte sent while it computes; ``drag``: by which share transfers take longer
@@ -119,7 +108,7 @@ class Costs(_Part):
     step_us: float = Field(0.0, ge=0)
 
 
-class HostPart(_Part):
+class HostPart(Part):
     """What is different about one host. ``compute``: how many times as long it takes."""
 
     index: int = Field(ge=0)
@@ -127,7 +116,7 @@ class HostPart(_Part):
     gbit: float | None = Field(None, gt=0)
 
 
-class WorkloadPart(_Part):
+class WorkloadPart(Part):
     """One worker's step as it was measured: see ``Workload``. Times in ms, sizes in bytes."""
 
     name: str = "measured"
@@ -148,7 +137,7 @@ class WorkloadPart(_Part):
         return Workload.of_tensors(self.bytes, self.forward_ms / 1e3, self.backward_ms / 1e3, self.update_ms / 1e3, self.name)
 
 
-class Cluster(_Part):
+class Cluster(Part):
     """``tflops``: what one worker really computes per second, if times are to be estimated from a number of parameters.
     ``uncertainty``: by how much (as a share) compute times and bandwidths may be wrong; the planner's error bars come from it."""
 
@@ -197,39 +186,25 @@ class Cluster(_Part):
         """The same cluster with n workers: whole hosts, as many as that takes, or part of one."""
         if n < 1:
             raise GossamerError(f"{n} workers; a cluster has at least one")
-        if n <= self.per_host:
-            hosts, per_host = 1, n
-        elif n % self.per_host:
-            low = n // self.per_host * self.per_host
+        per_host = min(n, self.per_host)
+        hosts, rest = divmod(n, per_host)
+        if rest:
             raise GossamerError(
-                f"{n} workers do not fill hosts of {self.per_host} (cluster {self.name!r}); use {low} or {low + self.per_host}"
+                f"{n} workers do not fill hosts of {per_host} (cluster {self.name!r}); use {n - rest} or {n - rest + per_host}"
             )
-        else:
-            hosts, per_host = n // self.per_host, self.per_host
         if hosts > 1 and self.inter is None:
             raise GossamerError(f"cluster {self.name!r} is one host of {self.per_host}; for {n} workers it needs [inter]")
-        return self._with(hosts=hosts, per_host=per_host, host=tuple(h for h in self.host if h.index < hosts))
+        kept = tuple(h for h in self.host if h.index < hosts)
+        return self.model_copy(update={"hosts": hosts, "per_host": per_host, "host": kept})
 
-    def scaled(self, compute: float = 1.0, bandwidth: float = 1.0) -> Cluster:
-        """Compute times and bandwidths multiplied: for error bars and what-ifs."""
-        changes: dict[str, Any] = {}
-        for key in ("inter", "intra"):
-            link = getattr(self, key)
-            if link is not None:
-                changes[key] = link.model_copy(update={"gbit": link.gbit * bandwidth})
-        every = {h.index: h for h in self.host}
-        changes["host"] = tuple(
-            h.model_copy(update={"compute": h.compute * compute, "gbit": h.gbit and h.gbit * bandwidth})
-            for h in (
-                every.values()
-                if compute == 1
-                else (every.get(k, HostPart.model_validate({"index": k})) for k in range(self.hosts))
-            )
-        )
-        return self._with(**changes)
+    def scaled(self, bandwidth: float) -> Cluster:
+        """All bandwidths multiplied: for error bars and what-ifs."""
 
-    def _with(self, **changes: Any) -> Cluster:
-        return self.model_copy(update=changes)
+        def faster(part: Any) -> Any:
+            return part and part.model_copy(update={"gbit": part.gbit and part.gbit * bandwidth})
+
+        hosts = tuple(faster(one) for one in self.host)
+        return self.model_copy(update={"inter": faster(self.inter), "intra": faster(self.intra), "host": hosts})
 
     # --- As arrays, for the model --------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def write(plans: Sequence[Plan], path: Path) -> None:
             marker_color=_COLOURS[k % len(_COLOURS)],
         )
     first = plans[0]
-    advice = "<br>".join(_wrapped(plan.advice) for plan in plans)
+    advice = "<br>".join(line for plan in plans for line in textwrap.wrap(plan.advice, 141, break_on_hyphens=False))
     figure.update_layout(
         template="plotly_white",
         title={"text": f"Predicted time per iteration: {first.workload.name} on {first.cluster.name}"},
@@ -53,13 +54,3 @@ def write(plans: Sequence[Plan], path: Path) -> None:
         path.write_text(figure.to_html(include_plotlyjs=True, full_html=True), encoding="utf-8")
     except OSError as error:
         raise GossamerError(f"{path} can't be written: {error.strerror}") from None
-
-
-def _wrapped(text: str, width: int = 140) -> str:
-    lines, line = [], ""
-    for word in text.split():
-        if len(line) + len(word) > width:
-            lines.append(line)
-            line = ""
-        line = f"{line} {word}".strip()
-    return "<br>".join([*lines, line])

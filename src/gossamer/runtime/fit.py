@@ -29,27 +29,22 @@ from typing import Any, Literal
 
 import numpy as np
 import scipy.optimize
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from gossamer.errors import GossamerError
 from gossamer.runtime import cluster as clusters
-from gossamer.runtime.cluster import Cluster
+from gossamer.runtime.cluster import Cluster, Part
 from gossamer.runtime.methods import Method, StochasticGradientPush, parse
 from gossamer.runtime.model import simulate
 from gossamer.runtime.workload import Workload
 from gossamer.toml_files import explain
 
 _ITERATIONS = 48
-_PRIOR = (
-    0.05  # how much a stated bandwidth or latency weighs against the table: a factor e is like an error of so much in one time
-)
+# How much a stated bandwidth or latency weighs against the table: a factor e is like an error of so much in one time.
+_PRIOR = 0.05
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class Table(_Part):
+class Table(Part):
     """``scaling``: "strong" if all workers together do a fixed amount of work, "weak" if each does. Times in ms."""
 
     name: str
@@ -128,16 +123,8 @@ class Fit:
     def ranking(self, workers: int) -> tuple[list[str], list[str]]:
         """The methods, the fastest first: as measured and as predicted."""
         cells = [cell for cell in self.cells if cell.workers == workers]
-        return [c.method for c in sorted(cells, key=lambda c: c.measured)], [
-            c.method for c in sorted(cells, key=lambda c: c.predicted)
-        ]
-
-    def cluster(self, workers: int) -> Cluster:
-        """The cluster that was found, for the planner."""
-        return _cluster(self.table, self.unknowns, workers)
-
-    def workload(self, workers: int) -> Workload:
-        return _workload(self.table, self.unknowns, workers)
+        measured, predicted = sorted(cells, key=lambda c: c.measured), sorted(cells, key=lambda c: c.predicted)
+        return [c.method for c in measured], [c.method for c in predicted]
 
 
 def fit(table: Table) -> Fit:
@@ -145,8 +132,7 @@ def fit(table: Table) -> Fit:
     them to the end."""
     points = [(n, parse(name), ms) for n in table.fitted for name, ms in table.times[n].items()]
     own = any(isinstance(method, StochasticGradientPush) for _, method, _ in points)
-    starts = _starts(table, own)
-    tried = [_search(table, points, start, 4) for start in starts]
+    tried = [_search(table, points, start, 4) for start in _starts(table, own)]
     best = _search(table, points, min(tried, key=lambda found: found.cost).x, 20)
     unknowns = _unpack(best.x)
     cells = tuple(
@@ -188,14 +174,8 @@ def _workload(table: Table, unknowns: Unknowns, workers: int) -> Workload:
 # --- The search ----------------------------------------------------------------------------------------------------------
 
 
-def _pack(unknowns: Unknowns, own: bool) -> np.ndarray:
-    values = [unknowns.fixed, unknowns.divided, unknowns.gbit, unknowns.latency_us, unknowns.sigma]
-    return np.log([*values, unknowns.overhead] if own else values)
-
-
 def _unpack(x: np.ndarray) -> Unknowns:
-    values = np.exp(x)
-    return Unknowns(*map(float, values))
+    return Unknowns(*np.exp(x).tolist())
 
 
 def _starts(table: Table, own: bool) -> list[np.ndarray]:
@@ -207,11 +187,11 @@ def _starts(table: Table, own: bool) -> list[np.ndarray]:
         fixed = max(first - divided / low, first * 0.05)
     else:
         divided, fixed = first * 0.5, first * 0.5
-    made = []
-    for share, sigma in ((1.0, 0.03), (1.0, 0.12), (0.4, 0.05)):
-        guess = Unknowns(fixed, divided * 0.9, table.gbit * share, table.latency_us, sigma, first * 0.1)
-        made.append(_pack(guess, own))
-    return made
+    overhead = [first * 0.1] * own
+    return [
+        np.log([fixed, divided * 0.9, table.gbit * share, table.latency_us, sigma, *overhead])
+        for share, sigma in ((1.0, 0.03), (1.0, 0.12), (0.4, 0.05))
+    ]
 
 
 def _search(table: Table, points: list[tuple[int, Method, float]], start: np.ndarray, steps: int) -> Any:
@@ -234,7 +214,7 @@ def _search(table: Table, points: list[tuple[int, Method, float]], start: np.nda
 # --- Reading -------------------------------------------------------------------------------------------------------------
 
 
-class _File(_Part):
+class _File(Part):
     cluster: tuple[Table, ...] = Field(min_length=1)
 
 

@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from gossamer.errors import GossamerError
@@ -145,7 +144,7 @@ class Lab:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -245,24 +244,13 @@ class Lab:
                 {"host": h, "name": f"host {h}", "env": {}, "command": [*torchrun, *options, f"--node-rank={h}", *command[3:]]}
                 for h in range(hosts)
             ]
-        return [
-            {
-                "host": rank // workers,
-                "name": str(rank),
-                "command": command,
-                "env": {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank % workers),
-                    "WORLD_SIZE": str(hosts * workers),
-                    "LOCAL_WORLD_SIZE": str(workers),
-                    "GROUP_RANK": str(rank // workers),
-                    "NODE_RANK": str(rank // workers),
-                    "MASTER_ADDR": master,
-                    "MASTER_PORT": str(PORT),
-                },
-            }
-            for rank in range(hosts * workers)
-        ]
+        processes = []
+        for rank in range(hosts * workers):
+            host, local = divmod(rank, workers)
+            values = (rank, local, hosts * workers, workers, host, host, master, PORT)
+            env = dict(zip(_WORKER, map(str, values), strict=True))
+            processes.append({"host": host, "name": str(rank), "command": command, "env": env})
+        return processes
 
     def _stop(self, take: _Take) -> dict[str, Any]:
         """SIGTERM, some seconds, SIGKILL. Impatient people press Ctrl-C twice: then the lab is closed, which kills at once."""

@@ -206,15 +206,13 @@ class Supervisor:
                         stderr=subprocess.STDOUT,
                     )
             except OSError as error:
-                self.kill_all()
                 self.finish(f"{one['command'][0]} can't be started: {error.strerror} ({error.filename})")
                 return
             assert child.stdout is not None
             pipe = child.stdout.fileno()
             os.set_blocking(pipe, False)
-            process = _Process(child, pipe)
             index = len(self.processes)
-            self.processes.append(process)
+            self.processes.append(_Process(child, pipe))
             self.selector.register(pipe, selectors.EVENT_READ, lambda index=index: self.read(index))
 
     def read(self, index: int, *, last: bool = False) -> None:
@@ -239,11 +237,11 @@ class Supervisor:
         if lines:
             self.say(event="lines", process=index, lines=[line.decode(errors="replace") for line in lines])
 
-    def reap(self) -> None:
-        """Also those who are nobody's children any more: PID 1 inherits them."""
+    def reap(self, options: int = os.WNOHANG) -> None:
+        """Also those who are nobody's children any more: PID 1 inherits them. With ``options=0``: wait for all of them."""
         with contextlib.suppress(ChildProcessError):
             while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, options)
                 if not pid:
                     break
                 self.ended(pid, os.waitstatus_to_exitcode(status))
@@ -272,10 +270,7 @@ class Supervisor:
         """Whatever is left in this PID namespace, except PID 1: children of children, too."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, 0)
-                self.ended(pid, os.waitstatus_to_exitcode(status))
+        self.reap(0)
 
     def finish(self, error: str | None = None) -> None:
         self.kill_all()

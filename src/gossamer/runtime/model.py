@@ -45,19 +45,6 @@ class Outcome:
     durations: Array = field(repr=False)
     compute: Array = field(repr=False)
 
-    @property
-    def throughput(self) -> float:
-        """Iterations per second."""
-        return 1 / self.seconds if self.seconds else float("inf")
-
-    def quantile(self, q: float) -> float:
-        """Of the durations of single iterations."""
-        return float(np.quantile(self.durations, q))
-
-    @property
-    def median(self) -> float:
-        return self.quantile(0.5)
-
 
 class Stepper(ABC):
     """One method on one cluster. ``step`` moves ``start``, and counts what was lost."""
@@ -108,10 +95,9 @@ class DDPStepper(Stepper):
     def step(self, t: int, factor: Array, epoch: int, epochs: int) -> None:
         work = self.work
         ready = self.start + work.forward * factor
+        computed = (work.forward + work.backward) * factor + self.update
         if self.n == 1:
-            self.count(
-                ready + work.backward * factor + self.update, (work.forward + work.backward) * factor + self.update, np.zeros(1)
-            )
+            self.count(ready + work.backward * factor + self.update, computed, np.zeros(1))
             return
         end, alone = -np.inf, np.full(self.n, -np.inf)
         for share, transfer in self.buckets:
@@ -122,7 +108,6 @@ class DDPStepper(Stepper):
         own = ready + self.beside
         done = np.maximum(own, end)
         waited = done - np.maximum(own, alone)
-        computed = (work.forward + work.backward) * factor + self.update
         self.sent += self.sent_each
         self.count(done + self.around + self.update, computed, waited)
 
@@ -257,18 +242,15 @@ class PipelineStepper(Stepper):
             self.start = np.maximum(self.start, self.arrived[-1])
 
 
-_STEPPERS: tuple[tuple[type[Method], type[Stepper]], ...] = (
-    (DDP, DDPStepper),
-    (DecentDP, PipelineStepper),
-    (StochasticGradientPush, PipelineStepper),
-    (Gossip, GossipStepper),
-)
-
-
 def stepper(cluster: Cluster, workload: Workload, method: Method) -> Stepper:
-    if isinstance(method, Gossip) and method.graph == ALL_REDUCE:
-        return AllReduceStepper(cluster, workload, method)
-    return next(made for kind, made in _STEPPERS if isinstance(method, kind))(cluster, workload, method)
+    match method:
+        case DDP():
+            return DDPStepper(cluster, workload, method)
+        case DecentDP() | StochasticGradientPush():
+            return PipelineStepper(cluster, workload, method)
+        case Gossip(graph=graph):
+            return (AllReduceStepper if graph == ALL_REDUCE else GossipStepper)(cluster, workload, method)
+    raise AssertionError(method)
 
 
 def simulate(

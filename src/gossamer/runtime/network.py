@@ -23,14 +23,18 @@ Array = np.ndarray
 
 
 class Transfer(ABC):
-    """``seconds``: how long a worker's part takes if nobody waits; ``sent``: bytes that leave it. Both ``[n]``. ``coded``: in 8 bits."""
+    """``seconds``: how long a worker's part takes if nobody waits; ``sent``: bytes that leave it. Both ``[n]``. ``coded``: in 8 bits.
+    ``durations``: its attributes that are times."""
 
     seconds: Array
     sent: Array
     coded = False
+    durations: tuple[str, ...] = ("taken", "seconds")
 
     def dragged(self, drag: float) -> Transfer:
         """The same, when it takes longer by this share."""
+        for name in self.durations:
+            setattr(self, name, getattr(self, name) * (1 + drag))
         return self
 
     @abstractmethod
@@ -40,6 +44,8 @@ class Transfer(ABC):
 
 class Nothing(Transfer):
     """Nobody talks to anybody."""
+
+    durations = ()
 
     def __init__(self, n: int) -> None:
         self.seconds = self.sent = np.zeros(n)
@@ -63,10 +69,6 @@ class Shift(Transfer):
         self.taken = taken
         self.seconds = np.maximum(taken, taken[self.target])
         self.sent = np.where(busy, float(size), 0.0)
-
-    def dragged(self, drag: float) -> Transfer:
-        self.taken, self.seconds = self.taken * (1 + drag), self.seconds * (1 + drag)
-        return self
 
     def run(self, go: Array) -> tuple[Array, Array]:
         arrived = np.maximum(go, go[self.source])
@@ -94,10 +96,6 @@ class Edges(Transfer):
         left[self.senders] = np.maximum.reduceat(ends[self.by_source], self.out_starts)
         return arrived, left
 
-    def dragged(self, drag: float) -> Transfer:
-        self.taken, self.seconds = self.taken * (1 + drag), self.seconds * (1 + drag)
-        return self
-
     def run(self, go: Array) -> tuple[Array, Array]:
         ends = np.maximum(go[self.source], go[self.target])
         ends += self.taken
@@ -105,19 +103,15 @@ class Edges(Transfer):
 
 
 class Together(Transfer):
-    """Groups in which everyone waits for everyone; ``taken`` seconds per group. ``members`` are the groups one after the other."""
+    """Groups in which everyone waits for everyone; ``taken`` seconds and ``sent`` bytes per group."""
 
-    def __init__(self, members: Array, starts: Array, taken: Array, sent: Array, n: int) -> None:
-        self.members, self.starts, self.taken = members, starts, taken
-        sizes = np.diff(np.append(starts, len(members)))
+    def __init__(self, groups: list[Array], taken: Array, sent: Array, n: int) -> None:
+        self.taken = taken
+        self.members, self.starts = _in_a_row(groups)
         self.label = np.empty(n, dtype=np.intp)
-        self.label[members] = np.repeat(np.arange(len(starts)), sizes)
+        self.label[self.members] = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         self.seconds = taken[self.label]
         self.sent = sent[self.label]
-
-    def dragged(self, drag: float) -> Transfer:
-        self.taken, self.seconds = self.taken * (1 + drag), self.seconds * (1 + drag)
-        return self
 
     def run(self, go: Array) -> tuple[Array, Array]:
         if len(self.starts) == 1:
@@ -129,6 +123,8 @@ class Together(Transfer):
 
 class Stages(Transfer):
     """Hosts: a mean inside each, one row between two, and back inside."""
+
+    durations = ("inside", "between", "seconds")
 
     def __init__(self, cluster: Cluster, round_: Hosts, size: float) -> None:
         m = self.per = round_.per_node
@@ -146,10 +142,6 @@ class Stages(Transfer):
         alone = 2 * self.inside + np.maximum(self.between, self.between[self.target])
         self.seconds = np.repeat(alone, m)
         self.sent = (2 * (m - 1) / m + np.repeat(busy, m) / m) * size
-
-    def dragged(self, drag: float) -> Transfer:
-        self.inside, self.between, self.seconds = (part * (1 + drag) for part in (self.inside, self.between, self.seconds))
-        return self
 
     def run(self, go: Array) -> tuple[Array, Array]:
         met = go.reshape(-1, self.per).max(axis=1) + self.inside
@@ -173,14 +165,13 @@ def by_library(cluster: Cluster, round_: Round, size: int, edge_share: float, ve
         if verb != "auto":
             raise GossamerError("hierarchical has its own way over the hosts; leave out edges or slices")
         return Stages(cluster, round_, size)
-    how = how if verb == "auto" else verb
-    if how == "slices" and isinstance(round_, Mean) and round_.bits < 32:
+    if (how if verb == "auto" else verb) == "slices":
+        if not (isinstance(round_, Mean) and round_.bits < 32):
+            return slices(cluster, round_, size)
         costs = cluster.costs  # the owner of some columns reads everybody's, and writes their mean
         made = slices(cluster, round_, size * codec.SHARE, (costs.decode + costs.encode / round_.n) * 1e-9 * size)
         made.coded = True
         return made
-    if how == "slices":
-        return slices(cluster, round_, size)
     if isinstance(round_, Permutation):
         return Shift(cluster, np.asarray(round_.source), size * edge_share)
     return Edges(cluster, *edges(round_), size * edge_share)
@@ -192,7 +183,7 @@ def slices(cluster: Cluster, round_: Round, size: float, between: float | None =
     sizes = np.array([len(group) for group in groups])
     stage = _stage_seconds(cluster, groups, size)
     apply = np.where(sizes > 1, cluster.costs.apply * 1e-9 * size if between is None else between, 0.0)
-    return _together(groups, 2 * stage + apply, 2 * (sizes - 1) / sizes * size, cluster.n)
+    return Together(groups, 2 * stage + apply, 2 * (sizes - 1) / sizes * size, cluster.n)
 
 
 class Rings:
@@ -223,7 +214,7 @@ class Rings:
     def sized(self, size: float) -> Together:
         messages = 2 * (self.sizes - 1)
         each = self.per_byte * size / self.sizes
-        return _together(self.groups, messages * (self.latency + each), messages / self.sizes * size, self.n)
+        return Together(self.groups, messages * (self.latency + each), messages / self.sizes * size, self.n)
 
 
 def pipelined(cluster: Cluster, round_: Round, sizes: Sequence[int], push: bool) -> list[Transfer]:
@@ -271,9 +262,9 @@ def _groups(round_: Round) -> list[Array]:
     return np.split(order, np.flatnonzero(np.diff(label[order])) + 1)
 
 
-def _together(groups: list[Array], taken: Array, sent: Array, n: int) -> Together:
-    starts = np.cumsum([0, *(len(group) for group in groups[:-1])])
-    return Together(np.concatenate(groups), starts, taken, sent, n)
+def _in_a_row(groups: list[Array]) -> tuple[Array, Array]:
+    """The members of all groups, and where among them each group begins."""
+    return np.concatenate(groups), np.cumsum([0, *(len(group) for group in groups[:-1])])
 
 
 def _check(cluster: Cluster, round_: Round) -> None:
@@ -315,7 +306,8 @@ def _stage_seconds(cluster: Cluster, groups: list[Array], size: float) -> Array:
     host = np.arange(n) // cluster.per_host
     far, near = np.zeros(n), np.zeros(n)  # bytes that each worker sends to other hosts, and inside its own
     for group in groups:
-        here = np.bincount(host[group] - host[group].min())[host[group] - host[group].min()]
+        place = host[group] - host[group].min()
+        here = np.bincount(place)[place]
         far[group] = (len(group) - here) / len(group) * size
         near[group] = (here - 1) / len(group) * size
     out = np.bincount(host, weights=far, minlength=hosts) / cluster.host_rates()
@@ -324,5 +316,5 @@ def _stage_seconds(cluster: Cluster, groups: list[Array], size: float) -> Array:
         np.where(far > 0, out[host] + cluster.inter_latency, 0.0),
         np.where(near > 0, local / cluster.intra_rate + cluster.intra_latency, 0.0),
     )
-    order, starts = np.concatenate(groups), np.cumsum([0, *(len(group) for group in groups[:-1])])
-    return np.maximum.reduceat(taken[order], starts)
+    members, starts = _in_a_row(groups)
+    return np.maximum.reduceat(taken[members], starts)

@@ -8,24 +8,21 @@ from dataclasses import dataclass
 import numpy as np
 
 
+@dataclass(frozen=True)
 class Noise(ABC):
     @abstractmethod
     def draw(self, rng: np.random.Generator, n: int) -> np.ndarray:
         """One factor for each of n workers."""
 
     @property
-    @abstractmethod
-    def mean(self) -> float: ...
+    def mean(self) -> float:
+        return 1.0
 
 
 @dataclass(frozen=True)
 class Constant(Noise):
     def draw(self, rng: np.random.Generator, n: int) -> np.ndarray:
         return np.ones(n)
-
-    @property
-    def mean(self) -> float:
-        return 1.0
 
 
 @dataclass(frozen=True)
@@ -40,10 +37,6 @@ class Normal(Noise):
         factor += 1.0
         return np.maximum(factor, 0.0, out=factor)
 
-    @property
-    def mean(self) -> float:
-        return 1.0
-
 
 @dataclass(frozen=True)
 class Lognormal(Noise):
@@ -57,27 +50,24 @@ class Lognormal(Noise):
         factor -= self.sigma**2 / 2
         return np.exp(factor, out=factor)
 
-    @property
-    def mean(self) -> float:
-        return 1.0
-
 
 @dataclass(frozen=True)
 class Stragglers(Noise):
-    """In each step a ``share`` of the workers, other ones each time, takes ``factor`` times as long; the others as ``rest`` says."""
+    """In each step a ``share`` of the workers, other ones each time, takes ``factor`` times as long; besides, all vary as lognormal
+    with ``sigma``."""
 
     share: float
     factor: float
-    rest: Noise = Constant()
+    sigma: float = 0.0
 
     def draw(self, rng: np.random.Generator, n: int) -> np.ndarray:
-        times = self.rest.draw(rng, n)
+        times = Lognormal(self.sigma).draw(rng, n) if self.sigma else np.ones(n)
         times[rng.random(n) < self.share] *= self.factor
         return times
 
     @property
     def mean(self) -> float:
-        return self.rest.mean * (1 + self.share * (self.factor - 1))
+        return 1 + self.share * (self.factor - 1)
 
 
 @dataclass(frozen=True)
@@ -92,3 +82,12 @@ class Trace(Noise):
     @property
     def mean(self) -> float:
         return float(np.mean(self.factors))
+
+
+KINDS: dict[str, type[Noise]] = {
+    "constant": Constant,
+    "normal": Normal,
+    "lognormal": Lognormal,
+    "stragglers": Stragglers,
+    "trace": Trace,
+}

@@ -130,24 +130,26 @@ def _check_fit(method: Method, cluster: Cluster) -> None:
 
 
 def _row(method: Method, outcomes: list[Outcome], ddp: list[Outcome], cluster: Cluster) -> Row:
-    seconds = np.array([outcome.seconds for outcome in outcomes])
-    gains = np.array([base.seconds / outcome.seconds for base, outcome in zip(ddp, outcomes, strict=True)])
-    low, high = np.quantile(seconds, [0.1, 0.9])
-    gain_low, gain_high = np.quantile(gains, [0.1, 0.9])
+    seconds = [outcome.seconds for outcome in outcomes]
+    gains = [base.seconds / outcome.seconds for base, outcome in zip(ddp, outcomes, strict=True)]
     first = outcomes[0]
     return Row(
         method,
         first.seconds,
-        min(float(low), first.seconds),
-        max(float(high), first.seconds),
-        float(gains[0]),
-        min(float(gain_low), float(gains[0])),
-        max(float(gain_high), float(gains[0])),
+        *_interval(seconds),
+        gains[0],
+        *_interval(gains),
         first.sent,
         _gap(method, cluster),
         max(first.waiting, 0.0),
         max(first.network, 0.0),
     )
+
+
+def _interval(values: list[float]) -> tuple[float, float]:
+    """The 10 % and 90 % quantiles, and the first value inside."""
+    low, high = np.quantile(values, [0.1, 0.9]).tolist()
+    return min(low, values[0]), max(high, values[0])
 
 
 def _gap(method: Method, cluster: Cluster) -> float | None:

@@ -118,7 +118,6 @@ def _ask(worker: subprocess.Popen[bytes], request: dict[str, object]) -> tuple[b
     from gossamer.apps.data.decoder import HEADER  # here, because it imports Pillow
 
     assert worker.stdin is not None
-    assert worker.stdout is not None
     worker.stdin.write(json.dumps(request).encode() + b"\n")
     worker.stdin.flush()
     good, length = HEADER.unpack(_exactly(worker, HEADER.size))

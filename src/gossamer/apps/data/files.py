@@ -37,8 +37,8 @@ def read_text(path: Path) -> str:
 
 
 def check_labels(path: Path, labels: np.ndarray, classes: int, offset: int, stride: int = 1) -> None:
-    """Sample k's label is the byte at ``offset + k·stride`` of the file."""
-    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    """``labels``: uint8. Sample k's label is the byte at ``offset + k·stride`` of the file."""
+    wrong = np.flatnonzero(labels >= classes)
     if len(wrong):
         k = int(wrong[0])
         raise GossamerError(

@@ -33,7 +33,6 @@ class ImageFolder:
             raise GossamerError(f"size={size} is out of range; an image has at least one pixel")
         self.folder, self.train, self.size, self.seed = folder, train, size, seed
         self.classes, self._names, self.labels = _listed(folder)
-
         self._decoders = Decoders(cores() if workers is None else workers)
 
     def __len__(self) -> int:
