@@ -49,11 +49,12 @@ def test_even_shards():
 @pytest.mark.parametrize(
     ("partition", "message"),
     [
-        ("random", "'random' is not known; use reshuffled, shards or dirichlet"),
-        ("shards:n=3", "is not known"),
-        ("dirichlet", "not of the form dirichlet:alpha=0.3"),
+        ("random", "no partition 'random'; known are dirichlet, reshuffled, shards"),
+        ("dirichelt:alpha=1", "did you mean 'dirichlet'"),
+        ("shards:n=3", "'shards' has no parameter 'n'; it takes none"),
+        ("dirichlet", "'dirichlet' needs 'alpha', as in 'dirichlet:alpha=0.3'"),
         ("dirichlet:alpha=-1", "alpha above 0"),
-        ("dirichlet:alpha=x", "alpha above 0"),
+        ("dirichlet:alpha=x", "alpha='x' is not a number"),
     ],
 )
 def test_mistakes(partition, message):

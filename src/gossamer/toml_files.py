@@ -10,9 +10,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from gossamer.errors import GossamerError
+
+
+class Part(BaseModel):
+    """A table of a file. It takes no key that it does not know, and no value of another type."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 @dataclass(frozen=True)

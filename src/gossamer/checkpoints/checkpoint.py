@@ -78,9 +78,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def verify(path: Path) -> None:
     """Refuses a safetensors file that was changed since :func:`write` has written it, such as an averaged model."""
     with _damage(f"{path} is damaged"), open(path, "rb") as file:
-        _, there, right = _digest(file)
-        if there != right:
-            raise ValueError(_MISMATCH)
+        _check_digest(file)
 
 
 def dumps(tensors: dict[str, Tensor], header: dict[str, Any]) -> bytes:
@@ -119,8 +117,6 @@ def set_aside(path: Path) -> Path:
 
 # --- Underneath ---------------------------------------------------------------------------------------------------------------
 
-_MISMATCH = "its checksum is wrong"
-
 
 def _header(file: BinaryIO, where: str) -> dict[str, Any]:
     """The JSON header of a checkpoint, if the file is right."""
@@ -132,9 +128,7 @@ def _header(file: BinaryIO, where: str) -> dict[str, Any]:
     if set(metadata) != _METADATA[kind]:  # so that no damage turns version 2 into version 1, which nothing protects
         raise ValueError(f"its metadata are {', '.join(sorted(metadata))}")
     if kind == FORMAT:
-        _, there, right = _digest(file)
-        if there != right:
-            raise ValueError(_MISMATCH)
+        _check_digest(file)
     header = json.loads(metadata["header"])
     if not isinstance(header, dict) or (kind == _VERSION_1 and "parts" in header):
         raise ValueError("its header makes no sense")
@@ -156,6 +150,12 @@ def _digest(file: BinaryIO) -> tuple[int, str, str]:
     while piece := file.read(_PIECE_BYTES):
         digest.update(piece)
     return len(start) + begin, places[0][1].decode(), digest.hexdigest()
+
+
+def _check_digest(file: BinaryIO) -> None:
+    _, there, right = _digest(file)
+    if there != right:
+        raise ValueError("its checksum is wrong")
 
 
 def _seal(file: BinaryIO) -> None:

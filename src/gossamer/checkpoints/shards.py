@@ -152,14 +152,10 @@ class _Row:
 
 
 def _everyone(right: list[int], damaged: list[int], other: tuple[int, int], exchange: Exchange | None) -> list[_Row]:
-    if exchange is None:
-        return [_Row(right, damaged, other)]
-    listed = torch.full((2 * _LISTED + 2,), -1, dtype=torch.int64)
-    for start, steps in ((0, right), (_LISTED, damaged)):
-        listed[start : start + len(steps)] = torch.tensor(steps, dtype=torch.int64)
-    listed[-2:] = torch.tensor(other)
-    rows = exchange.gather(listed, "load()").tolist()
-    parts = [(row[:_LISTED], row[_LISTED:-2], row[-2:]) for row in rows]
+    padded = [steps + [-1] * (_LISTED - len(steps)) for steps in (right, damaged)]
+    listed = torch.tensor([*padded[0], *padded[1], *other])
+    rows = exchange.gather(listed, "load()") if exchange else listed.unsqueeze(0)
+    parts = [(row[:_LISTED], row[_LISTED:-2], row[-2:]) for row in rows.tolist()]
     return [_Row([s for s in a if s >= 0], [s for s in b if s >= 0], (c[0], c[1])) for a, b, c in parts]
 
 

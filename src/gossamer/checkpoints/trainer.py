@@ -106,13 +106,7 @@ def _check(trainer: Any, found: Snapshot, where: str) -> None:
     if trainer.now.part:
         check_vectors(parts[trainer.now.part], where, trainer.now, rows)
     copy.deepcopy(trainer.schedule).load_state_dict(parts["schedule"])
-    numbers = [
-        progress["bytes"],
-        progress["seconds"],
-        progress["epoch_degree"],
-        progress["threads"],
-        *parts["signals"].values(),
-    ]
+    numbers = [*(progress[key] for key in ("bytes", "seconds", "epoch_degree", "threads")), *parts["signals"].values()]
     for record in _history(found):
         numbers += [value for name, value in vars(record).items() if name != "graph"]
     if not all(isinstance(number, (int, float)) for number in numbers) or progress["epoch_loss"].ndim:

@@ -19,6 +19,7 @@ from torch import Tensor
 from gossamer.data import seeds
 from gossamer.data.sources import Batch, Draw, Source, Text, source
 from gossamer.errors import GossamerError
+from gossamer.spelling import Registry, plain_name
 
 
 class Sampler(ABC):
@@ -140,32 +141,35 @@ def dirichlet_shards(labels: Tensor, n: int, alpha: float, seed: int) -> list[Te
 
 def sampler(partition: str, data: Source | Batch, n: int, batch: int, seed: int) -> Sampler:
     """The Sampler that a person names."""
-    name, _, option = partition.partition(":")
     data = source(data)
+    name = plain_name(check_partition(partition))
     if isinstance(data, Text):
-        if partition not in ("reshuffled", "shards"):
+        if name == "dirichlet":
             raise GossamerError(f"partition {partition!r} is not for a text, which has no labels; use reshuffled or shards")
-        return Streams(data, n, batch, seed, partition == "reshuffled")
-    if name == "reshuffled" and not option:
-        return Reshuffled(data, n, batch, seed)
-    if name == "shards" and not option:
-        Reshuffled(data, n, batch, seed)  # refuses what can't be split, before it is
-        return Sharded(data, n, batch, seed, even_shards(len(data), n, seed))
-    if name == "dirichlet":
-        alpha = check_dirichlet(partition)
-        if data.labels is None:
-            raise GossamerError(f"partition {partition!r} needs one integer label per sample; this task has none")
-        Reshuffled(data, n, batch, seed)
-        return Sharded(data, n, batch, seed, dirichlet_shards(data.labels.cpu(), n, alpha, seed))
-    raise GossamerError(f"partition {partition!r} is not known; use reshuffled, shards or dirichlet:alpha=0.3")
+        return Streams(data, n, batch, seed, name == "reshuffled")
+    return _PARTITIONS.make(partition, data, n, batch, seed)
 
 
-def check_dirichlet(partition: str) -> float:
-    key, _, value = partition.partition(":")[2].partition("=")
-    try:
-        alpha = float(value)
-    except ValueError:
-        alpha = 0.0
-    if key.strip() != "alpha" or not 0 < alpha < float("inf"):
+def check_partition(partition: str) -> str:
+    """The same text, if it is right."""
+    _, options = _PARTITIONS.read(partition)
+    if not 0 < options.get("alpha", 1) < float("inf"):
         raise GossamerError(f"partition {partition!r} is not of the form dirichlet:alpha=0.3 with alpha above 0")
-    return alpha
+    return partition
+
+
+def _shards(data: Source, n: int, batch: int, seed: int) -> Sampler:
+    Reshuffled(data, n, batch, seed)  # refuses what can't be split, before it is
+    return Sharded(data, n, batch, seed, even_shards(len(data), n, seed))
+
+
+def _dirichlet(data: Source, n: int, batch: int, seed: int, alpha: float) -> Sampler:
+    if data.labels is None:
+        raise GossamerError(f"partition 'dirichlet:alpha={alpha:g}' needs one integer label per sample; this task has none")
+    Reshuffled(data, n, batch, seed)
+    return Sharded(data, n, batch, seed, dirichlet_shards(data.labels.cpu(), n, alpha, seed))
+
+
+_PARTITIONS: Registry[Sampler] = Registry(
+    "partition", {"reshuffled": Reshuffled, "shards": _shards, "dirichlet": _dirichlet}, own=("n", "batch", "seed")
+)

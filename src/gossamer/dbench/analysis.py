@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ import scipy
 import torch
 
 from gossamer import graphs
-from gossamer.dbench.store import ProfileRow, Run, Store
+from gossamer.dbench.store import FINISHED, ProfileRow, Run, Store
 from gossamer.members.outages import Outage
 from gossamer.rows.profile import MEASURES, dispersion
 from gossamer.schedules import Change
@@ -118,7 +118,7 @@ def load(store: Store) -> list[RunData]:
     clock = store.meta("clock") or {}
     loaded = []
     for run in store.runs():
-        if run.status not in ("done", "diverged"):
+        if run.status not in FINISHED:
             continue
         looks = store.profiles(run)
         loaded.append(
@@ -158,6 +158,10 @@ def scales(runs: Sequence[RunData]) -> list[int]:
     return sorted({r.run.replicas for r in runs})
 
 
+def seeds(runs: Sequence[RunData]) -> list[int]:
+    return sorted({r.run.seed for r in runs})
+
+
 def select(runs: Sequence[RunData], method: str | None = None, n: int | None = None, seed: int | None = None) -> list[RunData]:
     return [
         r
@@ -166,6 +170,13 @@ def select(runs: Sequence[RunData], method: str | None = None, n: int | None = N
         and (n is None or r.run.replicas == n)
         and (seed is None or r.run.seed == seed)
     ]
+
+
+def cells(runs: Sequence[RunData]) -> Iterator[list[RunData]]:
+    """The runs of each method at each scale, the smallest scale first."""
+    for n, method in itertools.product(scales(runs), methods(runs)):
+        if cell := select(runs, method, n):
+            yield cell
 
 
 # --- The questions --------------------------------------------------------------------------------------------------------
@@ -190,32 +201,28 @@ def finals(runs: Sequence[RunData], higher_is_better: bool = True) -> list[Final
     """Final metric, replicas, generalisation gap (train better than test is positive), connections and bytes."""
     sign = 1 if higher_is_better else -1
     found = []
-    for n in scales(runs):
-        for method in methods(runs):
-            cell = select(runs, method, n)
-            if not cell:
-                continue
-            done = [r.run for r in cell if r.run.value is not None]
-            found.append(
-                Final(
-                    method,
-                    n,
-                    value=estimate(_number(r.value) for r in done),
-                    mean_replica=estimate(_number(r.value_mean) for r in done),
-                    worst_replica=estimate(_number(r.value_worst) for r in done),
-                    gap=estimate(sign * (_number(r.value_train) - _number(r.value)) for r in done),
-                    connections=float(np.mean([r.connections for r in cell])),
-                    bytes=float(np.mean([_number(r.bytes) for r in done])) if done else math.nan,
-                    diverged=len(cell) - len(done),
-                )
+    for cell in cells(runs):
+        done = [r.run for r in cell if r.run.value is not None]
+        found.append(
+            Final(
+                cell[0].run.method,
+                cell[0].run.replicas,
+                value=estimate(_number(r.value) for r in done),
+                mean_replica=estimate(_number(r.value_mean) for r in done),
+                worst_replica=estimate(_number(r.value_worst) for r in done),
+                gap=estimate(sign * (_number(r.value_train) - _number(r.value)) for r in done),
+                connections=float(np.mean([r.connections for r in cell])),
+                bytes=float(np.mean([_number(r.bytes) for r in done])) if done else math.nan,
+                diverged=len(cell) - len(done),
             )
+        )
     return found
 
 
 def paired_difference(runs: Sequence[RunData], method: str, other: str, n: int) -> Estimate:
     """``method`` minus ``other`` at scale n, seed by seed (same data order, same start)."""
     pairs = []
-    for seed in sorted({r.run.seed for r in runs}):
+    for seed in seeds(runs):
         a, b = (select(runs, m, n, seed) for m in (method, other))
         if a and b and a[0].value is not None and b[0].value is not None:
             pairs.append(a[0].value - b[0].value)
@@ -225,14 +232,8 @@ def paired_difference(runs: Sequence[RunData], method: str, other: str, n: int) 
 def correlation(runs: Sequence[RunData], n: int, of: Callable[[RunData], float], higher_is_better: bool = True) -> Estimate:
     """Spearman's ρ between ``of(run)`` and the final metric over the decentralized methods at scale n: one ρ per seed, then
     their mean and interval. For a metric where lower is better, the sign is turned, so that positive always means "better"."""
-    sign = 1 if higher_is_better else -1
-    found = []
-    for seed in sorted({r.run.seed for r in runs}):
-        cell = [r for r in select(runs, n=n, seed=seed) if not r.centralized]
-        x = [of(r) for r in cell]
-        y = [-math.inf if r.value is None else sign * r.value for r in cell]
-        found.append(_spearman(x, y))
-    return _within_one(estimate(found))
+    decentralized = [r for r in runs if not r.centralized]
+    return _correlation([[(of(r), r) for r in select(decentralized, n=n, seed=seed)] for seed in seeds(runs)], higher_is_better)
 
 
 def metric_against_connections(runs: Sequence[RunData], n: int, higher_is_better: bool = True) -> Estimate:
@@ -249,25 +250,16 @@ class Curve:
 
     steps: np.ndarray
     mean: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
 
 
 def dispersion_over_time(runs: Sequence[RunData], method: str, n: int, measure: str) -> Curve:
-    """Dispersion, averaged over tensors; mean and interval over seeds. Runs that diverged are left out."""
+    """Dispersion, averaged over tensors; mean over seeds. Runs that diverged are left out."""
     cell = [r for r in select(runs, method, n) if len(r.steps) and r.value is not None]
     if not cell:
-        empty = np.array([])
-        return Curve(empty, empty, empty, empty)
+        return Curve(np.array([]), np.array([]))
     length = min(len(r.steps) for r in cell)
     stacked = np.stack([r.dispersion[measure][:length].mean(axis=1) for r in cell])
-    points = [estimate(column) for column in stacked.T]
-    return Curve(
-        cell[0].steps[:length],
-        np.array([p.mean for p in points]),
-        np.array([p.low for p in points]),
-        np.array([p.high for p in points]),
-    )
+    return Curve(cell[0].steps[:length], np.array([estimate(column).mean for column in stacked.T]))
 
 
 def ranks_over_time(
@@ -275,10 +267,9 @@ def ranks_over_time(
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """At each profiled step and for each tensor, rank the methods by dispersion (1 is the least); the mean rank over tensors
     and seeds. Centralized training is not ranked: its dispersion is exactly 0. A run that diverged ranks last from then on."""
-    seeds = sorted({r.run.seed for r in runs}) if seed is None else [seed]
     names = [m for m in methods(runs) if any(not r.centralized and len(r.steps) for r in select(runs, m, n))]
     tables = []
-    for s in seeds:
+    for s in seeds(runs) if seed is None else [seed]:
         cell = [found[0] for m in names if (found := [r for r in select(runs, m, n, s) if len(r.steps)])]
         if len(cell) == len(names) and cell:
             longest = max(cell, key=lambda r: len(r.steps))
@@ -295,18 +286,20 @@ def ranks_over_time(
 
 def metric_against_rank(runs: Sequence[RunData], n: int, measure: str, higher_is_better: bool = True) -> Estimate:
     """Spearman's ρ between a method's mean rank by dispersion over the whole run and its final metric; one per seed."""
+    ranks = {seed: ranks_over_time(runs, n, measure, seed)[1] for seed in seeds(runs)}
+    pairs = [[(float(rank.mean()), select(runs, m, n, s)[0]) for m, rank in found.items()] for s, found in ranks.items()]
+    return _correlation(pairs, higher_is_better)
+
+
+def _correlation(pairs: Sequence[Sequence[tuple[float, RunData]]], higher_is_better: bool) -> Estimate:
+    """Of a number of each run with its final metric; one list per seed."""
     sign = 1 if higher_is_better else -1
     found = []
-    for seed in sorted({r.run.seed for r in runs}):
-        _, ranks = ranks_over_time(runs, n, measure, seed)
-        cell = [select(runs, method, n, seed)[0] for method in ranks]
-        y = [-math.inf if r.value is None else sign * r.value for r in cell]
-        found.append(_spearman([float(rank.mean()) for rank in ranks.values()], y))
-    return _within_one(estimate(found))
-
-
-def _within_one(rho: Estimate) -> Estimate:
-    """A t-interval knows nothing of the bounds of a correlation."""
+    for cell in pairs:
+        y = [-math.inf if r.value is None else sign * r.value for _, r in cell]
+        found.append(_spearman([number for number, _ in cell], y))
+    rho = estimate(found)
+    # A t-interval knows nothing of the bounds of a correlation.
     return Estimate(rho.mean, max(-1.0, rho.low), min(1.0, rho.high), rho.seeds) if rho.low == rho.low else rho
 
 
@@ -325,19 +318,17 @@ class ToTarget:
 
 def to_target(runs: Sequence[RunData], target: float, higher_is_better: bool = True) -> list[ToTarget]:
     found = []
-    for n in scales(runs):
-        for method in methods(runs):
-            cell = select(runs, method, n)
-            first = []
-            predicted = []
-            for r in cell:
-                good = [e for e in r.epochs if (e.value >= target if higher_is_better else e.value <= target)]
-                first += good[:1]
-                predicted += [r.seconds_at(e.step) for e in good[:1]]
-            if cell:
-                epochs, received = estimate(e.epoch + 1 for e in first), estimate(e.bytes for e in first)
-                seconds = None if cell[0].step_seconds is None else estimate(s for s in predicted if s is not None)
-                found.append(ToTarget(method, n, epochs, received, len(first), len(cell), seconds))
+    for cell in cells(runs):
+        run = cell[0].run
+        first = []
+        predicted = []
+        for r in cell:
+            good = [e for e in r.epochs if (e.value >= target if higher_is_better else e.value <= target)]
+            first += good[:1]
+            predicted += [r.seconds_at(e.step) for e in good[:1]]
+        epochs, received = estimate(e.epoch + 1 for e in first), estimate(e.bytes for e in first)
+        seconds = None if cell[0].step_seconds is None else estimate(s for s in predicted if s is not None)
+        found.append(ToTarget(run.method, run.replicas, epochs, received, len(first), len(cell), seconds))
     return found
 
 

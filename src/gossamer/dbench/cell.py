@@ -59,9 +59,9 @@ def run_cell(
         return run_cell(book, spec, cell, task, device, checkpoint_seconds, report, stop, exchange, damage)
     if not resumed:
         where = machine.describe() | {"device": device} | ({"processes": exchange.size} if exchange else {})
-        book.begin(where, str(trainer.replicas.backend), torch.get_num_threads(), trainer.replicas.slots)
+        book.write(Store.begin, where, str(trainer.replicas.backend), torch.get_num_threads(), trainer.replicas.slots)
         if note is not None:
-            book.note(note)
+            book.write(Store.note, "checkpoint", note)
 
     def unsaved() -> tuple[list[Profile], list[EpochRecord], list]:
         rows = (profiles.copy(), epochs.copy(), trainer.schedule.changes)
@@ -75,7 +75,7 @@ def run_cell(
             trainer.run(stop=lambda: stop() or pause.due())
             if trainer.step == trainer.steps:
                 break
-            book.add(*unsaved())  # before the checkpoint: see store.py
+            book.write(Store.add, *unsaved())  # before the checkpoint: see store.py
             # A run that has gone wrong leaves no checkpoint; it is found out at the same step as if none had been tried.
             with contextlib.suppress(TrainingDiverged):
                 trainer.save(book.path)
@@ -84,26 +84,23 @@ def run_cell(
                 return False
         result = trainer.evaluate_unless(stop, spec.profile.singles)
         if result is None:  # trained, and evaluated next time
-            book.add(*unsaved())
+            book.write(Store.add, *unsaved())
             trainer.save(book.path)
             return False
-        numbers: dict[str, float | int | None] = {
-            "value": result.value,
-            "value_mean": result.mean,
-            "value_worst": result.worst,
-            "value_train": result.train,
-        }
         status, message = "done", None
     except TrainingDiverged as error:
-        numbers = dict.fromkeys(("value", "value_mean", "value_worst", "value_train"))
-        status, message = "diverged", str(error)
-    rest: dict[str, float | int | None] = {
+        result, status, message = None, "diverged", str(error)
+    numbers = {
+        "value": result and result.value,
+        "value_mean": result and result.mean,
+        "value_worst": result and result.worst,
+        "value_train": result and result.train,
         "steps": trainer.step,
         "bytes": trainer.bytes,
         "seconds": trainer.seconds,
         "consensus_distance": trainer.history[-1].consensus_distance if trainer.history else None,
     }
-    book.finish(status, message, numbers | rest, unsaved())
+    book.write(Store.finish, status, message, numbers, unsaved())
     checkpoint.remove(book.path)
     return True
 
@@ -124,21 +121,10 @@ class Book:
         known = {e.epoch for e in self.store.epochs(self.run)}
         return {e["epoch"] for e in progress["history"]} <= known and self.store.run(self.run).status == "running"
 
-    def begin(self, *about: Any) -> None:
+    def write(self, how: Callable[..., None], *what: Any) -> None:
+        """``how``: a method of the store, for this run."""
         if self.store is not None:
-            self.store.begin(self.run, *about)
-
-    def note(self, text: str) -> None:
-        if self.store is not None:
-            self.store.note(self.run, "checkpoint", text)
-
-    def add(self, *rows: Any) -> None:
-        if self.store is not None:
-            self.store.add(self.run, *rows)
-
-    def finish(self, *results: Any) -> None:
-        if self.store is not None:
-            self.store.finish(self.run, *results)
+            how(self.store, self.run, *what)
 
 
 def book(store: Store, cell: Cell, processes: int = 1) -> Book:

@@ -29,16 +29,8 @@ def table(first: Store, second: Store) -> Table:
         empty = first if not a else second
         raise GossamerError(f"{empty.path.parent} has no finished run yet, so there is nothing to compare")
     metric, higher = first.meta("metric")["name"], first.meta("metric")["higher_is_better"]
-    made = Table(
-        "method",
-        "n",
-        f"{metric} A",
-        f"{metric} B",
-        "B − A",
-        "verdict",
-        "speed B / A",
-        title=f"A: {first.path.parent}   B: {second.path.parent}",
-    )
+    columns = ("method", "n", f"{metric} A", f"{metric} B", "B − A", "verdict", "speed B / A")
+    made = Table(*columns, title=f"A: {first.path.parent}   B: {second.path.parent}")
     machines = [{key: str(value) for r in runs for key, value in json.loads(r.run.machine or "{}").items()} for runs in (a, b)]
     changed = [key for key in machines[0] if machines[0][key] != machines[1].get(key)]
     made.caption = "same machine and versions" if not changed else f"differs: {', '.join(changed)}"

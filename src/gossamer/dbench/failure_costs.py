@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -56,8 +55,7 @@ class FailureCost:
 
 def failure_costs(runs: Sequence[RunData], failures: str, higher_is_better: bool = True) -> list[FailureCost]:
     failing = among(runs, failures)
-    cells = ((method, n) for n in analysis.scales(failing) for method in analysis.methods(failing))
-    return [_cost(cell, among(runs, NONE), higher_is_better) for m, n in cells if (cell := analysis.select(failing, m, n))]
+    return [_cost(cell, among(runs, NONE), higher_is_better) for cell in analysis.cells(failing)]
 
 
 def _cost(cell: list[RunData], calm: list[RunData], higher: bool) -> FailureCost:
@@ -114,13 +112,10 @@ def sentences(runs: Sequence[RunData], spec: Spec, metric: str, higher_is_better
             (costly if e.above_zero() else rest).append(text)
         if costly or rest:
             parts = [f"cost at the end in {metric}, seed by seed: {'; '.join(costly)}"] if costly else []
-            parts += [f"no cost at the end that the seeds support: {'; '.join(rest)}"] if rest else []
-            found.append(f"Failures “{name}” at n={n} ({spec.failures[name].describe(n)}): {'. '.join(_capital(parts))}.")
+            no = "No" if costly else "no"  # it may be the second sentence
+            parts += [f"{no} cost at the end that the seeds support: {'; '.join(rest)}"] if rest else []
+            found.append(f"Failures “{name}” at n={n} ({spec.failures[name].describe(n)}): {'. '.join(parts)}.")
     return found
-
-
-def _capital(parts: list[str]) -> list[str]:
-    return [part if k == 0 else part[0].upper() + part[1:] for k, part in enumerate(parts)]
 
 
 def section(runs: Sequence[RunData], spec: Spec, metric: str, higher_is_better: bool) -> str:
@@ -188,13 +183,17 @@ def _sizes(r: RunData) -> set[int]:
 
 def figure(runs: Sequence[RunData], metric: str, higher_is_better: bool) -> Figure:
     on_y = (metric, "linear") if higher_is_better else (f"{metric} (lower is better)", "log")
-    show = {metric: on_y, "consensus distance": ("consensus distance", "log")}
+    # The title and the scale of the axis, and the number of an epoch. On a logarithmic axis there is no 0.
+    show: dict[str, tuple[str, str, Callable[[EpochRecord], float]]] = {
+        metric: (*on_y, lambda e: e.value),
+        "consensus distance": ("consensus distance", "log", lambda e: e.consensus_distance or math.nan),
+    }
     sizes = [str(n) for n in reversed(analysis.scales(runs))]
     selectors = {"failures": scenarios(runs), "replicas": sizes, "show": list(show)}
     variants = []
     for name, n, what in itertools.product(*selectors.values()):
-        traces, most = _curves(runs, name, int(n), _value if what == metric else _distance)
-        title, scale = show[what]
+        title, scale, of = show[what]
+        traces, most = _curves(runs, name, int(n), of)
         # The curves are drawn over the axis of those who are away, which is a background with ticks of its own.
         over = {"overlaying": "y2", "tickmode": "auto", "automargin": True}
         beside = {"side": "right", "range": [0, most], "dtick": -(-most // 5), "showgrid": False, "automargin": True}
@@ -211,14 +210,6 @@ def figure(runs: Sequence[RunData], metric: str, higher_is_better: bool) -> Figu
     return Figure("failures", f"{metric.capitalize()} through the failures", caption, selectors, variants)
 
 
-def _value(e: EpochRecord) -> float:
-    return e.value
-
-
-def _distance(e: EpochRecord) -> float:
-    return e.consensus_distance or math.nan  # on a logarithmic axis there is no 0
-
-
 def _curves(runs: Sequence[RunData], failures: str, n: int, of: Callable[[EpochRecord], float]) -> tuple[list[Trace], int]:
     failing, calm = among(runs, failures), among(runs, NONE)
     shade = _shade(_one_method(analysis.select(failing, n=n)))
@@ -226,9 +217,8 @@ def _curves(runs: Sequence[RunData], failures: str, n: int, of: Callable[[EpochR
     for method, colour in colours(runs).items():
         solid, dotted = (over_seeds(some, method, n, of) for some in (failing, calm))
         traces.append(line(method, colour, range(1, len(solid) + 1), solid, legendgroup=method))
-        dots: dict[str, Any] = {"color": colour, "width": 1.5, "dash": "dot"}
-        more = {"line": dots, "legendgroup": method, "showlegend": False}
-        traces.append(line(f"{method}, nobody fails", colour, range(1, len(dotted) + 1), dotted, **more))
+        style, more = {"width": 1.5, "dash": "dot"}, {"legendgroup": method, "showlegend": False}
+        traces.append(line(f"{method}, nobody fails", colour, range(1, len(dotted) + 1), dotted, style, **more))
     return traces, max([1, *(math.ceil(y) for y in shade["y"])])
 
 
@@ -242,7 +232,6 @@ def _shade(cell: list[RunData]) -> Trace:
     counts = [float(np.mean([len(workers) for workers in of_seeds])) if of_seeds else 0.0 for of_seeds in away]
     text = [f"from epoch {step / per_epoch:.4g}: {_who(cell, workers)}" for step, workers in zip(steps, away, strict=True)]
     more = {
-        "line": {"color": _GREY, "width": 1, "shape": "hv"},
         "fill": "tozeroy",
         "fillcolor": "rgba(136,136,136,0.22)",
         "mode": "lines+markers",
@@ -251,7 +240,8 @@ def _shade(cell: list[RunData]) -> Trace:
         "text": [*text, *text[-1:]],
         "hoverinfo": "text",
     }
-    return line("workers away", _GREY, [*(step / per_epoch for step in steps), float(end)], [*counts, *counts[-1:]], **more)
+    x, y = [*(step / per_epoch for step in steps), float(end)], [*counts, *counts[-1:]]
+    return line("workers away", _GREY, x, y, {"width": 1, "shape": "hv"}, **more)
 
 
 def _who(cell: list[RunData], away: list[set[int]]) -> str:

@@ -8,20 +8,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from gossamer.data import seeds
 from gossamer.errors import GossamerError
 from gossamer.members.outages import Outage
+from gossamer.toml_files import Part
 
 NONE = "none"  # the runs in which nobody fails
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class EventPart(_Part):
+class EventPart(Part):
     """``workers`` by their numbers, or a ``share`` of all n (one at least, chosen by the seed among those who are there), are away from
     epoch ``at`` until epoch ``back``, or for good."""
 
@@ -44,7 +41,7 @@ class EventPart(_Part):
         return len(self.workers) if self.workers is not None else max(1, round((self.share or 0) * n))
 
 
-class FailuresPart(_Part):
+class FailuresPart(Part):
     """One way to fail: ``events``, and by chance: in each epoch each worker fails with probability ``per_epoch``, at any moment of it, for
     ``away`` epochs (default: for good). Where there is chance, the last one never fails."""
 

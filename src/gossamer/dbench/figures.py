@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from gossamer.dbench import analysis
 from gossamer.dbench.analysis import RunData
 from gossamer.dbench.partition import Partition
 from gossamer.rows.profile import MEASURES
+from gossamer.trainer import EpochRecord
 
 # Okabe and Ito's colours, which most people can tell apart, on white and on black.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F", "#B279A2", "#54A24B")
@@ -43,187 +44,147 @@ class Figure:
     variants: list[dict[str, Any]]
 
 
-def figures(runs: Sequence[RunData], metric: str, higher_is_better: bool, partition: Partition | None = None) -> list[Figure]:
+def figures(
+    runs: Sequence[RunData], metric: str, higher_is_better: bool, partition: Partition | None = None
+) -> Iterator[Figure]:
     sizes = [str(n) for n in reversed(analysis.scales(runs))]  # the largest first: it is what is shown at the start
     colour = colours(runs)
-    measures = [_NAMES[m] for m in MEASURES]
-    key = dict(zip(measures, MEASURES, strict=True))
-    ranked = [m for m in analysis.methods(runs) if any(len(r.steps) for r in analysis.select(runs, m))]
-    scale: dict[str, list[str]] = {"replicas": sizes}
+    measures = {_NAMES[m]: m for m in MEASURES}
+    profiled = [m for m in analysis.methods(runs) if any(len(r.steps) for r in analysis.select(runs, m))]
+    decentralized = [r for r in runs if not r.centralized]
+    scale = {"replicas": sizes}
+    by_measure = {"replicas": sizes, "measure": list(measures)}
     epochs = max((len(r.epochs) for r in runs), default=0)
-    by_measure = {"replicas": sizes, "measure": measures}
     # What is better lower (perplexity, loss) is above 0 and spans decades.
     on_y: dict[str, Any] = {"y": metric} if higher_is_better else {"y": f"{metric} (lower is better)", "ylog": True}
-    made = [
-        _figure(
-            "epochs",
-            f"{metric.capitalize()} by epoch",
-            "Averaged model on test data, mean over seeds.",
-            scale,
-            lambda n: _by_epoch(runs, int(n), colour),
-            Axes("epoch", whole=epochs, **on_y),
-        ),
-        _figure(
-            "connections",
-            f"Final {metric} against connections",
-            "Each dot is one run. Connections are averaged over training.",
-            scale,
-            lambda n: _against_connections(runs, int(n), colour),
-            Axes("connections per replica and step", xlog=True, **on_y),
-        ),
-        _figure(
-            "bytes",
-            f"{metric.capitalize()} against bytes",
-            "What each replica has received when each has its own worker; mean over seeds.",
-            scale,
-            lambda n: _against_bytes(runs, int(n), colour),
-            Axes("MB per replica", **on_y),
-        ),
-    ]
+    yield _figure(
+        "epochs",
+        f"{metric.capitalize()} by epoch",
+        "Averaged model on test data, mean over seeds.",
+        scale,
+        lambda n: _by_epoch(runs, int(n), colour, lambda e: e.epoch + 1, lambda e: e.value),
+        _layout("epoch", whole=epochs, **on_y),
+    )
+    yield _figure(
+        "connections",
+        f"Final {metric} against connections",
+        "Each dot is one run. Connections are averaged over training.",
+        scale,
+        lambda n: _by_run(runs, int(n), colour, lambda r: r.connections),
+        _layout("connections per replica and step", xlog=True, **on_y),
+    )
     if len(sizes) > 1:
-        made.insert(
-            2,
-            _figure(
-                "scale",
-                f"Final {metric} against scale",
-                "Mean over seeds; bars are 95 % intervals.",
-                {},
-                lambda: _against_scale(runs, colour),
-                Axes("replicas", **on_y),
-            ),
+        yield _figure(
+            "scale",
+            f"Final {metric} against scale",
+            "Mean over seeds; bars are 95 % intervals.",
+            {},
+            lambda: _against_scale(runs, colour),
+            _layout("replicas", **on_y),
         )
+    yield _figure(
+        "bytes",
+        f"{metric.capitalize()} against bytes",
+        "What each replica has received when each has its own worker; mean over seeds.",
+        scale,
+        lambda n: _by_epoch(runs, int(n), colour, lambda e: e.bytes / 1e6, lambda e: e.value),
+        _layout("MB per replica", **on_y),
+    )
     if any(r.step_seconds is not None for r in runs):
-        made.append(
-            _figure(
-                "clock",
-                f"{metric.capitalize()} against predicted time",
-                "Predicted, not measured: what the runtime model says that these steps take on the cluster that the spec names, one "
-                "replica per worker. Averaged model on test data, mean over seeds.",
-                scale,
-                lambda n: _against_clock(runs, int(n), colour),
-                Axes("predicted seconds", **on_y),
-            )
+        yield _figure(
+            "clock",
+            f"{metric.capitalize()} against predicted time",
+            "Predicted, not measured: what the runtime model says that these steps take on the cluster that the spec names, one "
+            "replica per worker. Averaged model on test data, mean over seeds.",
+            scale,
+            lambda n: _against_clock(runs, int(n), colour),
+            _layout("predicted seconds", **on_y),
         )
-    if ranked:
-        made += [
-            _figure(
-                "dispersion",
-                "Dispersion by step",
-                "How much the replicas' tensor norms differ just before averaging; mean over tensors and seeds.",
-                by_measure,
-                lambda n, m: _dispersion(runs, int(n), key[m], colour),
-                Axes("step", "dispersion", ylog=True),
-            ),
-            _figure(
-                "ranks",
-                "Ranks by dispersion",
-                "Methods ranked at each step and tensor (1: least dispersion), mean over tensors and seeds. Centralized is not ranked.",
-                by_measure,
-                lambda n, m: _ranks(runs, int(n), key[m], colour),
-                Axes("step", "mean rank"),
-            ),
-            _figure(
-                "early",
-                f"Final {metric} against early dispersion",
-                "Each dot is one run; dispersion over the first tenth of training.",
-                by_measure,
-                lambda n, m: _early(runs, int(n), key[m], colour),
-                Axes("early dispersion", xlog=True, **on_y),
-            ),
-            _figure(
-                "tensors",
-                "Dispersion by tensor",
-                "Base-10 logarithm of the Gini coefficient, mean over seeds.",
-                {"method": [m for m in ranked if not _is_centralized(runs, m)] or ranked, "replicas": sizes},
-                lambda m, n: _tensors(runs, m, int(n)),
-                Axes("step", "", names=True),
-            ),
-        ]
+    if profiled:
+        yield _figure(
+            "dispersion",
+            "Dispersion by step",
+            "How much the replicas' tensor norms differ just before averaging; mean over tensors and seeds.",
+            by_measure,
+            lambda n, m: _dispersion(runs, int(n), measures[m], colour),
+            _layout("step", "dispersion", ylog=True),
+        )
+        yield _figure(
+            "ranks",
+            "Ranks by dispersion",
+            "Methods ranked at each step and tensor (1: least dispersion), mean over tensors and seeds. Centralized is not ranked.",
+            by_measure,
+            lambda n, m: _ranks(runs, int(n), measures[m], colour),
+            _layout("step", "mean rank"),
+        )
+        yield _figure(
+            "early",
+            f"Final {metric} against early dispersion",
+            "Each dot is one run; dispersion over the first tenth of training.",
+            by_measure,
+            lambda n, m: _by_run(decentralized, int(n), colour, lambda r: r.early(measures[m])),
+            _layout("early dispersion", xlog=True, **on_y),
+        )
+        yield _figure(
+            "tensors",
+            "Dispersion by tensor",
+            "Base-10 logarithm of the Gini coefficient, mean over seeds.",
+            {"method": [m for m in profiled if analysis.select(decentralized, m)] or profiled, "replicas": sizes},
+            lambda m, n: _tensors(runs, m, int(n)),
+            _layout("step", "", names=True),
+        )
     if any(len(r.changes) > 1 for r in runs):
-        made.append(
-            _figure(
-                "degree",
-                "Connections over time",
-                "How the graph thins out: connections of a replica, averaged over the steps of each epoch.",
-                scale,
-                lambda n: _degree(runs, int(n), colour),
-                Axes("epoch", "connections per replica", ylog=True, whole=epochs),
-            )
+        yield _figure(
+            "degree",
+            "Connections over time",
+            "How the graph thins out: connections of a replica, averaged over the steps of each epoch.",
+            scale,
+            lambda n: _by_epoch(runs, int(n), colour, lambda e: e.epoch + 1, lambda e: e.degree, shape="hv"),
+            _layout("epoch", "connections per replica", ylog=True, whole=epochs),
         )
     if partition is not None:
-        made.append(
-            _figure(
-                "partition",
-                "Labels of each replica",
-                f"What each replica holds for good ({partition.name}, seed {partition.seed}): the share of each label in "
-                "its samples, or their number. Blank: none.",
-                {"replicas": sizes, "show": ["share", "samples"]},
-                lambda n, show: _partition(partition, int(n), show),
-                Axes("replica", "label", names=True),
-            )
+        yield _figure(
+            "partition",
+            "Labels of each replica",
+            f"What each replica holds for good ({partition.name}, seed {partition.seed}): the share of each label in "
+            "its samples, or their number. Blank: none.",
+            {"replicas": sizes, "show": ["share", "samples"]},
+            lambda n, show: _partition(partition, int(n), show),
+            _layout("replica", "label", names=True),
         )
-    return made
 
 
 def colours(runs: Sequence[RunData]) -> dict[str, str]:
     return {m: _COLOURS[k % len(_COLOURS)] for k, m in enumerate(analysis.methods(runs))}
 
 
-@dataclass(frozen=True)
-class Axes:
-    x: str
-    y: str
-    xlog: bool = False
-    ylog: bool = False
-    names: bool = False  # the y axis has names, not numbers
-    whole: int = 0  # x counts up to this number: ticks are whole numbers
+def _layout(
+    x: str, y: str, xlog: bool = False, ylog: bool = False, names: bool = False, whole: int = 0
+) -> dict[str, dict[str, Any]]:
+    """``names``: the y axis has names, not numbers. ``whole``: x counts up to this number, and ticks are whole numbers."""
+    ticks = {"tick0": 0, "dtick": -(-whole // 10)} if whole else {}
+    on_y = "category" if names else "log" if ylog else "linear"
+    return {
+        "xaxis": {"title": {"text": x}, "type": "log" if xlog else "linear", **ticks},
+        "yaxis": {"title": {"text": y}, "type": on_y, "automargin": True},
+    }
 
 
 def _figure(
-    id: str, title: str, caption: str, selectors: dict[str, list[str]], traces: Callable[..., list[Trace]], axes: Axes
+    id: str,
+    title: str,
+    caption: str,
+    selectors: dict[str, list[str]],
+    traces: Callable[..., list[Trace]],
+    layout: dict[str, dict[str, Any]],
 ) -> Figure:
-    layout = {
-        "xaxis": {
-            "title": {"text": axes.x},
-            "type": "log" if axes.xlog else "linear",
-            **({"tick0": 0, "dtick": -(-axes.whole // 10)} if axes.whole else {}),
-        },
-        "yaxis": {
-            "title": {"text": axes.y},
-            "type": "category" if axes.names else "log" if axes.ylog else "linear",
-            "automargin": True,
-        },
-    }
     variants = [{"data": traces(*choice), "layout": layout} for choice in itertools.product(*selectors.values())]
     return Figure(id, title, caption, selectors, variants)
 
 
-def _is_centralized(runs: Sequence[RunData], method: str) -> bool:
-    return any(r.centralized for r in analysis.select(runs, method))
-
-
-def line(name: str, colour: str, x: Numbers, y: Numbers, **more: Any) -> Trace:
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": name,
-        "line": {"color": colour, "width": 2},
-        "x": _list(x),
-        "y": _list(y),
-        **more,
-    }
-
-
-def _dots(name: str, colour: str, x: Numbers, y: Numbers, text: list[str]) -> Trace:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name,
-        "marker": {"color": colour, "size": 9},
-        "x": _list(x),
-        "y": _list(y),
-        "text": text,
-    }
+def line(name: str, colour: str, x: Numbers, y: Numbers, style: Mapping[str, Any] | None = None, **more: Any) -> Trace:
+    drawn = {"color": colour, "width": 2, **(style or {})}
+    return {"type": "scatter", "mode": "lines", "name": name, "line": drawn, "x": _list(x), "y": _list(y), **more}
 
 
 def _list(values: Numbers) -> list[float | None]:
@@ -236,23 +197,22 @@ def _thin(*columns: np.ndarray) -> list[np.ndarray]:
     return [column[::step] for column in columns]
 
 
-def over_seeds(runs: Sequence[RunData], method: str, n: int, of: Callable[[Any], float]) -> list[float]:
+def over_seeds(runs: Sequence[RunData], method: str, n: int, of: Callable[[EpochRecord], float]) -> list[float]:
     """A number of each epoch, averaged over the seeds that reached that epoch."""
     histories = [r.epochs for r in analysis.select(runs, method, n)]
     length = max((len(h) for h in histories), default=0)
     return [float(np.mean([of(h[e]) for h in histories if len(h) > e])) for e in range(length)]
 
 
-def _by_epoch(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> list[Trace]:
-    values = {m: over_seeds(runs, m, n, lambda e: e.value) for m in colour}
-    return [line(m, colour[m], range(1, len(v) + 1), v) for m, v in values.items()]
-
-
-def _against_bytes(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> list[Trace]:
-    return [
-        line(m, colour[m], over_seeds(runs, m, n, lambda e: e.bytes / 1e6), over_seeds(runs, m, n, lambda e: e.value))
-        for m in colour
-    ]
+def _by_epoch(
+    runs: Sequence[RunData],
+    n: int,
+    colour: dict[str, str],
+    x: Callable[[EpochRecord], float],
+    y: Callable[[EpochRecord], float],
+    **style: str,
+) -> list[Trace]:
+    return [line(m, c, over_seeds(runs, m, n, x), over_seeds(runs, m, n, y), style) for m, c in colour.items()]
 
 
 def _against_clock(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> list[Trace]:
@@ -266,39 +226,16 @@ def _against_clock(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> l
     return made
 
 
-def _degree(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> list[Trace]:
-    values = {m: over_seeds(runs, m, n, lambda e: e.degree) for m in colour}
-    return [
-        line(m, colour[m], range(1, len(v) + 1), v, line={"color": colour[m], "width": 2, "shape": "hv"})
-        for m, v in values.items()
-    ]
-
-
-def _runs_as_dots(
-    runs: Sequence[RunData], n: int, colour: dict[str, str], x: Callable[[RunData], float], skip: bool
-) -> list[Trace]:
+def _by_run(runs: Sequence[RunData], n: int, colour: dict[str, str], x: Callable[[RunData], float]) -> list[Trace]:
     made = []
     for m in colour:
-        cell = [r for r in analysis.select(runs, m, n) if r.value is not None and not (skip and r.centralized)]
+        cell = [r for r in analysis.select(runs, m, n) if r.value is not None]
         if cell:
-            made.append(
-                _dots(
-                    m,
-                    colour[m],
-                    [x(r) for r in cell],
-                    [r.value or 0.0 for r in cell],
-                    [f"{m}, seed {r.run.seed}" for r in cell],
-                )
-            )
+            dots = {"x": _list([x(r) for r in cell]), "y": _list([r.value or 0.0 for r in cell])}
+            text = [f"{m}, seed {r.run.seed}" for r in cell]
+            marker = {"color": colour[m], "size": 9}
+            made.append({"type": "scatter", "mode": "markers", "name": m, "marker": marker, **dots, "text": text})
     return made
-
-
-def _against_connections(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> list[Trace]:
-    return _runs_as_dots(runs, n, colour, lambda r: r.connections, skip=False)
-
-
-def _early(runs: Sequence[RunData], n: int, measure: str, colour: dict[str, str]) -> list[Trace]:
-    return _runs_as_dots(runs, n, colour, lambda r: r.early(measure), skip=True)
 
 
 def _against_scale(runs: Sequence[RunData], colour: dict[str, str]) -> list[Trace]:
@@ -324,7 +261,11 @@ def _dispersion(runs: Sequence[RunData], n: int, measure: str, colour: dict[str,
 
 def _ranks(runs: Sequence[RunData], n: int, measure: str, colour: dict[str, str]) -> list[Trace]:
     steps, ranks = analysis.ranks_over_time(runs, n, measure)
-    return [line(m, colour[m], *_thin(steps, rank)) for m, rank in ranks.items()]
+    made = []
+    for m, rank in ranks.items():
+        x, y = _thin(steps, rank)
+        made.append(line(m, colour[m], x, y))
+    return made
 
 
 def _tensors(runs: Sequence[RunData], method: str, n: int) -> list[Trace]:
@@ -336,30 +277,17 @@ def _tensors(runs: Sequence[RunData], method: str, n: int) -> list[Trace]:
     steps, values = _thin(cell[0].steps[:length], mean)
     with np.errstate(divide="ignore"):
         z = np.log10(values.T)
-    return [
-        {
-            "type": "heatmap",
-            "x": steps.tolist(),
-            "y": list(cell[0].run.tensors),
-            "z": [[None if not math.isfinite(v) else round(float(v), 2) for v in row] for row in z],
-            "colorscale": "Viridis",
-            "colorbar": {"title": {"text": "log10"}, "thickness": 12},
-        }
-    ]
+    rounded = [[None if not math.isfinite(v) else round(float(v), 2) for v in row] for row in z]
+    return _heatmap(steps.tolist(), cell[0].run.tensors, rounded, "log10")
 
 
 def _partition(partition: Partition, n: int, show: str) -> list[Trace]:
     counts = np.array(partition.counts[n], dtype=float)
     values = counts / counts.sum(axis=0) if show == "share" else counts
-    return [
-        {
-            "type": "heatmap",
-            "x": list(range(n)),
-            "y": partition.labels,
-            "z": [_list(row) for row in np.where(counts > 0, values, np.nan)],
-            "zmin": 0,
-            "zmax": 1 if show == "share" else float(counts.max()),
-            "colorscale": "Viridis",
-            "colorbar": {"title": {"text": show}, "thickness": 12},
-        }
-    ]
+    shown = [_list(row) for row in np.where(counts > 0, values, np.nan)]
+    return _heatmap(range(n), partition.labels, shown, show, zmin=0, zmax=1 if show == "share" else float(counts.max()))
+
+
+def _heatmap(x: Sequence[int], y: Sequence[str], z: list[list[float | None]], title: str, **more: float) -> list[Trace]:
+    bar = {"title": {"text": title}, "thickness": 12}
+    return [{"type": "heatmap", "x": list(x), "y": list(y), "z": z, **more, "colorscale": "Viridis", "colorbar": bar}]

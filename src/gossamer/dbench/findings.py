@@ -82,9 +82,12 @@ def _against(runs: Sequence[RunData], n: int, metric: str, higher: bool) -> list
     if reference is None:
         return []
     broken = {r.run.method for r in runs if r.value is None and r.run.replicas == n}
-    worse: list[str] = []
-    better: list[str] = []
-    level: list[str] = []
+    claims: dict[str, list[str]] = {
+        f"Worse than {reference} at n={n}, seed by seed": [],
+        f"Better than {reference} at n={n}, seed by seed": [],
+        f"No difference to {reference} that the seeds support at n={n}": [],
+    }
+    worse, better, level = claims.values()
     for method in names:
         if method == reference or method in broken or reference in broken:
             continue  # the seeds that are left would flatter it; that it diverged is said elsewhere
@@ -97,14 +100,7 @@ def _against(runs: Sequence[RunData], n: int, metric: str, higher: bool) -> list
         elif e.below_zero():
             side = worse if higher else better
         side.append(f"{method} ({e.mean:+.{digits(e.mean)}f}, {interval(e)})")
-    found = []
-    if worse:
-        found.append(f"Worse than {reference} at n={n}, seed by seed: {'; '.join(worse)}.")
-    if better:
-        found.append(f"Better than {reference} at n={n}, seed by seed: {'; '.join(better)}.")
-    if level:
-        found.append(f"No difference to {reference} that the seeds support at n={n}: {'; '.join(level)}.")
-    return found
+    return [f"{claim}: {'; '.join(found)}." for claim, found in claims.items() if found]
 
 
 def _scale(runs: Sequence[RunData], metric: str) -> list[str]:

@@ -13,6 +13,7 @@ from gossamer.data.sources import source
 from gossamer.data.tasks import Task
 from gossamer.dbench.spec import Cell, Spec
 from gossamer.dbench.store import Store
+from gossamer.spelling import plain_name
 
 _KEY = "partition"
 _MOST = 100  # labels that a picture shows; more are put together, neighbours with neighbours
@@ -49,7 +50,7 @@ def kept(store: Store) -> Partition | None:
 def split(spec: Spec, task: Task) -> Partition | None:
     """None if every replica may see every sample, or if there is not one label per sample."""
     labels = source(task.train).labels
-    if spec.task.partition == "reshuffled" or labels is None:
+    if plain_name(spec.task.partition) == "reshuffled" or labels is None:
         return None
     names, numbers = labels.cpu().unique(return_inverse=True)
     width = -(-len(names) // _MOST)

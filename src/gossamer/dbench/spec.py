@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator, model_validator
 
 from gossamer.apps import tasks
-from gossamer.data.sampling import check_dirichlet
+from gossamer.data.sampling import check_partition
 from gossamer.dbench import failures as failing
 from gossamer.dbench.failures import NONE, EventPart, FailuresPart
 from gossamer.errors import GossamerError
@@ -23,56 +23,69 @@ from gossamer.optim.learning_rates import Constant, InverseSqrt, LearningRate, S
 from gossamer.rows.backends import Backend
 from gossamer.rows.batch_norm import BatchNorm
 from gossamer.schedules import schedule
-from gossamer.toml_files import Shelf, explain, parsed
+from gossamer.toml_files import Part, Shelf, explain, parsed
 from gossamer.trainer import Settings
 
 CENTRALIZED = "centralized"
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+def _optimizer(name: str) -> str:
+    Recipe(name).kind()
+    return name
 
 
-class TaskPart(_Part):
+def _wire(name: str) -> str:
+    return Averaging("complete", wire=name).wire
+
+
+def _backend(name: str) -> str:
+    if name != "auto":
+        Backend.parse(name)
+    return name
+
+
+def _common(algorithm: str) -> str:
+    if parse_method(algorithm).averages == "gradients":
+        raise GossamerError(f"{algorithm!r} is for the method 'centralized' only; here stands the algorithm of the others")
+    return algorithm
+
+
+def _numbers(what: str, low: int, high: int, shown: str) -> AfterValidator:
+    def check(values: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(values)) < len(values):
+            raise GossamerError(f"{list(values)} names a number twice")
+        if min(values) < low or max(values) > high:
+            raise GossamerError(f"{list(values)}: {what} is from {low} to {shown}")
+        return values
+
+    return AfterValidator(check)
+
+
+class TaskPart(Part):
     """What is trained. ``batch`` is per replica; ``data`` is a folder, if the data set is not where it usually is; ``options``
     are the task's own (see docs/tasks.md); ``batch_norm`` says how the averaged model gets its running statistics."""
 
     name: str
     epochs: int = Field(ge=1, le=100_000)
     batch: int = Field(ge=1)
-    partition: str = "reshuffled"
+    partition: Annotated[str, AfterValidator(check_partition)] = "reshuffled"
     init: Literal["same", "different"] = "same"
     data: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     batch_norm: BatchNorm = "reestimate"
 
-    @field_validator("partition")
-    @classmethod
-    def _partition(cls, value: str) -> str:
-        if value.startswith("dirichlet"):
-            check_dirichlet(value)
-        elif value not in ("reshuffled", "shards"):
-            raise GossamerError(f"{value!r} is not known; use reshuffled, shards or dirichlet:alpha=0.3")
-        return value
 
-
-class OptimizerPart(_Part):
+class OptimizerPart(Part):
     """``options`` go to torch.optim as they are: momentum, betas, weight_decay …"""
 
-    name: str = "sgd"
+    name: Annotated[str, AfterValidator(_optimizer)] = "sgd"
     lr: float = Field(0.1, gt=0, allow_inf_nan=False)
     options: dict[str, Any] = Field(default_factory=dict)
     clip: float | None = Field(None, gt=0, allow_inf_nan=False)
     spare_norms: bool = False
 
-    @field_validator("name")
-    @classmethod
-    def _name(cls, value: str) -> str:
-        Recipe(value).kind()
-        return value
 
-
-class LearningRatePart(_Part):
+class LearningRatePart(Part):
     """How the learning rate goes over the steps, and how it grows with the number of replicas."""
 
     shape: Literal["constant", "warmup-cosine", "step-decay", "inverse-sqrt"] = "constant"
@@ -99,7 +112,7 @@ class LearningRatePart(_Part):
         return InverseSqrt(4000 if self.warmup is None else int(self.warmup))
 
 
-class ProfilePart(_Part):
+class ProfilePart(Part):
     """A look inside every replica each ``every`` steps (0: never); at the end ``singles`` of them (default: all) are evaluated one
     by one, beside the averaged model."""
 
@@ -107,13 +120,13 @@ class ProfilePart(_Part):
     singles: int | None = Field(None, ge=1)
 
 
-class TargetPart(_Part):
+class TargetPart(Part):
     """The metric to reach; the report says after how many epochs and bytes each method did."""
 
     value: float = Field(allow_inf_nan=False)
 
 
-class ClockPart(_Part):
+class ClockPart(Part):
     """``cluster``: a shipped one or a file. Each run also gets the time that it would have taken there, as the runtime model predicts
     it; ``compute_ms``: forward and backward of one replica there, if it is known."""
 
@@ -121,7 +134,7 @@ class ClockPart(_Part):
     compute_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
 
 
-class MethodPart(_Part):
+class MethodPart(Part):
     """``graph``: a graph's name or ada with its parameters (default: the method's own name). ``wire`` (float32 or bfloat16) and
     ``local_steps`` (average every that many steps): as in the library. The others override what the spec says for all methods;
     ``options`` are added to those of the optimizer."""
@@ -129,22 +142,12 @@ class MethodPart(_Part):
     name: str = Field(min_length=1)
     graph: str | None = None
     algorithm: str | None = None
-    optimizer: str | None = None
+    optimizer: Annotated[str, AfterValidator(_optimizer)] | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     lr: float | None = Field(None, gt=0, allow_inf_nan=False)
     scaling: Scaling | None = None
-    wire: str = "float32"
+    wire: Annotated[str, AfterValidator(_wire)] = "float32"
     local_steps: int = Field(1, ge=1)
-
-    @field_validator("wire")
-    @classmethod
-    def _wire(cls, value: str) -> str:
-        return Averaging("complete", wire=value).wire
-
-    @field_validator("optimizer")
-    @classmethod
-    def _optimizer(cls, value: str | None) -> str | None:
-        return value if value is None else OptimizerPart._name(value)
 
     @property
     def centralized(self) -> bool:
@@ -176,17 +179,19 @@ class Cell:
         return f"{self.method}, n={self.replicas}, seed {self.seed}" + (f", {self.failures}" if self.failures != NONE else "")
 
 
-class Spec(_Part):
+class Spec(Part):
     name: str = Field(min_length=1)
     description: str = ""
-    replicas: tuple[int, ...] = Field(strict=False, min_length=1)
+    replicas: Annotated[
+        tuple[int, ...], Field(strict=False, min_length=1), _numbers("a number of replicas", 1, 100_000, "100,000")
+    ]
     methods: tuple[MethodPart, ...] = Field(strict=False, min_length=1)
-    seeds: tuple[int, ...] = Field((0,), strict=False, min_length=1)
+    seeds: Annotated[tuple[int, ...], Field(strict=False, min_length=1), _numbers("a seed", 0, 2**31 - 1, "2^31 - 1")] = (0,)
     task: TaskPart
     optimizer: OptimizerPart = Field(default_factory=lambda: OptimizerPart.model_validate({}))
     learning_rate: LearningRatePart = Field(default_factory=lambda: LearningRatePart.model_validate({}))
-    algorithm: str = "dsgd-atc"
-    backend: str = "auto"
+    algorithm: Annotated[str, AfterValidator(_common)] = "dsgd-atc"
+    backend: Annotated[str, AfterValidator(_backend)] = "auto"
     profile: ProfilePart = Field(default_factory=lambda: ProfilePart.model_validate({}))
     target: TargetPart | None = None
     clock: ClockPart | None = None
@@ -199,41 +204,6 @@ class Spec(_Part):
         return (
             [_named(item) if isinstance(item, str) else item for item in value] if isinstance(value, (list, tuple)) else value
         )
-
-    @field_validator("replicas", "seeds")
-    @classmethod
-    def _numbers(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if len(set(value)) < len(value):
-            raise GossamerError(f"{list(value)} names a number twice")
-        return value
-
-    @field_validator("replicas")
-    @classmethod
-    def _positive(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if min(value) < 1 or max(value) > 100_000:
-            raise GossamerError(f"{list(value)}: a number of replicas is from 1 to 100,000")
-        return value
-
-    @field_validator("seeds")
-    @classmethod
-    def _seeds(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if min(value) < 0 or max(value) >= 2**31:
-            raise GossamerError(f"{list(value)}: a seed is from 0 to 2^31 - 1")
-        return value
-
-    @field_validator("backend")
-    @classmethod
-    def _backend(cls, value: str) -> str:
-        if value != "auto":
-            Backend.parse(value)
-        return value
-
-    @field_validator("algorithm")
-    @classmethod
-    def _algorithm(cls, value: str) -> str:
-        if parse_method(value).averages == "gradients":
-            raise GossamerError(f"{value!r} is for the method 'centralized' only; here stands the algorithm of the others")
-        return value
 
     @model_validator(mode="after")
     def _grid(self) -> Spec:
@@ -276,14 +246,16 @@ class Spec(_Part):
 
     def settings(self, cell: Cell) -> Settings:
         method = self.method(cell.method)
-        lr = self.optimizer.lr if method.lr is None else method.lr
-        rate = self.learning_rate
+        common, rate = self.optimizer, self.learning_rate
+        lr = common.lr if method.lr is None else method.lr
         return Settings(
             replicas=cell.replicas,
             epochs=self.task.epochs,
             batch=self.task.batch,
             algorithm="allreduce" if method.centralized else method.algorithm or self.algorithm,
-            optimizer=self._recipe(method, lr),
+            optimizer=Recipe(
+                method.optimizer or common.name, lr, common.options | method.options, common.clip, common.spare_norms
+            ),
             learning_rate=LearningRate(lr, rate.made(), method.scaling or rate.scaling, rate.reference),
             seed=cell.seed,
             partition=self.task.partition,
@@ -294,12 +266,6 @@ class Spec(_Part):
             outages=self.outages(cell),
             wire=method.wire,
             local_steps=method.local_steps,
-        )
-
-    def _recipe(self, method: MethodPart, lr: float) -> Recipe:
-        common = self.optimizer
-        return Recipe(
-            method.optimizer or common.name, lr, {**common.options, **method.options}, common.clip, common.spare_norms
         )
 
 

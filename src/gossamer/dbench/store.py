@@ -96,7 +96,7 @@ class Store:
                 f"there is no DBench output in {path.parent} (no {path.name}); make one with: gossamer bench quickstart"
             )
         self.path = path
-        with self._clear_errors():
+        with _clear_errors(path):
             self._db = sqlite3.connect(path, timeout=60, isolation_level=None)
             application, self._version = (
                 self._db.execute(f"PRAGMA {key}").fetchone()[0] for key in ("application_id", "user_version")
@@ -162,13 +162,8 @@ class Store:
         self._db.close()
 
     @contextlib.contextmanager
-    def _clear_errors(self) -> Iterator[None]:
-        with _clear_errors(self.path):
-            yield
-
-    @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._clear_errors():
+        with _clear_errors(self.path):
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
@@ -179,7 +174,7 @@ class Store:
             self._db.execute("COMMIT")
 
     def _query(self, sql: str, *arguments: Any) -> list[tuple[Any, ...]]:
-        with self._clear_errors():
+        with _clear_errors(self.path):
             return self._db.execute(sql, arguments).fetchall()
 
     # --- Reading ---------------------------------------------------------------------------------------------------------
@@ -207,30 +202,20 @@ class Store:
         return [EpochRecord(*row) for row in self._query(f"SELECT {columns} FROM epochs WHERE run = ? ORDER BY epoch", run)]
 
     def profiles(self, run: Run) -> list[ProfileRow]:
-        rows = self._query(
-            "SELECT step, epoch, consensus_distance, bytes, norms FROM profiles WHERE run = ? ORDER BY step", run.id
-        )
+        sql = "SELECT step, epoch, consensus_distance, bytes, norms FROM profiles WHERE run = ? ORDER BY step"
+        rows = self._query(sql, run.id)
         return [
             ProfileRow(step, epoch, distance, received, _unpacked(blob, len(run.tensors)))
             for step, epoch, distance, received, blob in rows
         ]
 
     def changes(self, run: int) -> list[Change]:
-        return [
-            Change(*row)
-            for row in self._query(
-                "SELECT step, epoch, graph, reason FROM events WHERE run = ? AND kind = 'graph' ORDER BY step", run
-            )
-        ]
+        sql = "SELECT step, epoch, graph, reason FROM events WHERE run = ? AND kind = 'graph' ORDER BY step"
+        return [Change(*row) for row in self._query(sql, run)]
 
-    def notes(self, run: int) -> list[tuple[str, str]]:
+    def notes(self, run: int) -> list[tuple[Any, ...]]:
         """Kind and text of what else has happened."""
-        return [
-            (kind, reason)
-            for kind, reason in self._query(
-                "SELECT kind, reason FROM events WHERE run = ? AND kind != 'graph' ORDER BY step", run
-            )
-        ]
+        return self._query("SELECT kind, reason FROM events WHERE run = ? AND kind != 'graph' ORDER BY step", run)
 
     def find(self, cell: Cell) -> Run:
         return next(run for run in self.runs() if run.cell == cell)
