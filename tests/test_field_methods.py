@@ -228,3 +228,76 @@ def test_d_squared_says_which_graph_it_needs():
     why = method("d2:lazy=false").check(graphs.parse("ring", 8))
     assert "above -1/3, and the least one of 'ring' is -0.333; use lazy=true" in why
     assert method("d2").check(graphs.parse("ring", 8)) is None
+
+
+# --- Around another method ------------------------------------------------------------------------------------------------------------
+
+
+def distance(x):
+    return float((x - x.mean(0)).square().sum(1).mean().sqrt())
+
+
+@pytest.mark.parametrize("inner", ["atc", "awc", "qgm", "tracking"])
+def test_control_without_a_target_is_the_method_alone(inner):
+    assert torch.equal(after(40, f"{inner} + control:target=inf", "ring"), after(40, inner, "ring"))
+
+
+def test_control_to_nothing_on_the_complete_graph_is_exact_averaging():
+    made = Run("atc + control:target=0,rounds=1", "complete")
+    for now in made.steps(20):
+        assert distance(now.x) < 1e-12
+
+
+@pytest.mark.parametrize("graph", ["ring", "one-peer-exponential", "star"])
+def test_control_keeps_replicas_within_the_target_that_it_names(graph):
+    """The bound is one: the true distance is never above it. Rounds that are repeated keep the mean."""
+    made, spent = Run("atc + control:target=0.02,rounds=40", graph), 0
+    for now in made.steps(60):
+        notes = now.now.notes
+        assert distance(now.x) <= notes["control_reached"] * (1 + 1e-9)
+        assert notes["control_reached"] <= notes["control_target"]
+        spent += notes["control_rounds"]
+    assert spent
+    free = Run("atc", graph)
+    for _ in free.steps(60):
+        pass
+    assert distance(made.x) < distance(free.x) / 2
+
+
+def test_control_ends_when_the_learning_rate_falls():
+    spent = []
+    for now in Run("atc + control:target=0,late=inf,rounds=2", "ring").steps(10, lambda t: 0.1 if t < 5 else 0.01):
+        spent.append(now.now.notes["control_rounds"])
+    assert spent == [2] * 5 + [0] * 5
+
+
+def test_the_bounds_behind_control_hold_for_any_rows():
+    """Θ ≤ (1 - λ_n) Ξ and Ξ ≤ Θ / (1 - ρ); after r rounds Ξ is at most ρ^r of what it was."""
+    generator = torch.Generator().manual_seed(1)
+    for graph in ("ring", "torus", "star", "exponential"):
+        w, rho = matrix(graph, 8), 1 - graphs.parse(graph, 8).spectral_gap()
+        for _ in range(20):
+            x = torch.randn(8, 5, generator=generator, dtype=torch.float64)
+            theta = float((w @ x - x).square().sum(1).mean().sqrt())
+            assert distance(x) <= theta / (1 - rho) * (1 + 1e-9)
+            assert distance(w @ w @ x) <= rho**2 * distance(x) * (1 + 1e-9)
+
+
+def test_a_mean_now_and_then():
+    made = Run("atc + pga:every=4", "ring")
+    for t, now in enumerate(made.steps(24)):
+        assert (distance(now.x) < 1e-12) == (t % 4 == 3)
+    close(after(30, "atc + pga:every=1", "ring"), after(30, "atc", "complete"))
+
+
+def test_methods_around_others_are_read_and_refused():
+    assert method("qgm:beta=0.5 + pga:every=4").describe() == "qgm:beta=0.5 + pga:every=4"
+    assert method("qgm + control + pga").around.around.name == "qgm"
+    assert method("pga").around.name == "atc"
+    assert method("qgm + pga").optimizer == "plain SGD"
+    with pytest.raises(GossamerError, match="'qgm' does not go around another method; behind [+] may stand pga or control"):
+        method("atc + qgm")
+    with pytest.raises(GossamerError, match=r"every=0 is out of range; it is in \[1, inf\)"):
+        method("pga:every=0")
+    assert "needs the same W in every step; use it without pga" in method("choco + pga").check(graphs.parse("ring", 8))
+    assert "which 'all-reduce' does not do; leave it out" in method("all-reduce + control").check(graphs.parse("complete", 8))

@@ -73,6 +73,10 @@ class Graph:
 
         For a graph that is not doubly stochastic: 1 - |λ₂|^(1/T) of the product.
         """
+        return self._spectral_gap
+
+    @cached_property
+    def _spectral_gap(self) -> float:
         if self.n == 1:
             return 1.0
         if not self.rows_sum_to_one:  # the transposed product has the same eigenvalues, and keeps the constant vectors

@@ -5,8 +5,10 @@ gradients and of its own state, and ``mix``, which averages any of them with the
 """
 
 from gossamer.methods.allreduce import AllReduce
+from gossamer.methods.around import Around
 from gossamer.methods.base import ALL_REDUCE, METHODS, Method, method
 from gossamer.methods.choco import Choco
+from gossamer.methods.control import ConsensusControl
 from gossamer.methods.d_squared import DSquared
 from gossamer.methods.decentlam import DecentLaM
 from gossamer.methods.gossip import AdaptThenCombine, AdaptWhileCombine, Order
@@ -14,6 +16,7 @@ from gossamer.methods.gut import GlobalUpdateTracking
 from gossamer.methods.momentum import QuasiGlobalMomentum
 from gossamer.methods.momentum_tracking import MomentumTracking
 from gossamer.methods.normalized_tracking import NormalizedTracking
+from gossamer.methods.periodic import PeriodicMean
 from gossamer.methods.policies import AdaAuto, Averaging, Policy
 from gossamer.methods.push_sum import PushSum
 from gossamer.methods.qg_adam import QuasiGlobalAdam
@@ -28,8 +31,10 @@ __all__ = [
     "AdaptThenCombine",
     "AdaptWhileCombine",
     "AllReduce",
+    "Around",
     "Averaging",
     "Choco",
+    "ConsensusControl",
     "DSquared",
     "DecentLaM",
     "GlobalUpdateTracking",
@@ -38,6 +43,7 @@ __all__ = [
     "MomentumTracking",
     "NormalizedTracking",
     "Order",
+    "PeriodicMean",
     "Policy",
     "PushSum",
     "QuasiGlobalAdam",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -123,11 +123,18 @@ def known(name: str) -> str:
 
 
 def method(text: str | Method) -> Method:
-    """``"atc"``, ``"qgm:beta=0.9"`` … or a Method."""
+    """``"atc"``, ``"qgm:beta=0.9"``, ``"qgm + pga:every=8"`` … or a Method."""
     if isinstance(text, Method):
         return text
     if not isinstance(text, str):
         raise GossamerError(f"method={text!r}: a method is a name such as 'atc', or a Method")
-    name, colon, options = text.partition(":")
-    made: Any = METHODS.make(known(plain_name(name)) + colon + options)
+    made: Any = None
+    for part in text.split(" + "):
+        name, colon, options = part.partition(":")
+        outer: Any = METHODS.make(known(plain_name(name)) + colon + options)
+        if made is not None and not hasattr(outer, "around"):
+            raise GossamerError(
+                f"method {text!r}: {outer.name!r} does not go around another method; behind + may stand pga or control"
+            )
+        made = outer if made is None else replace(outer, around=made)
     return made

@@ -30,6 +30,7 @@ class Step:
         self.state: dict[str, Vector] = {}
         self.part: str | None = None  # the name of the state in a checkpoint, if there is any
         self.pending: dict[str, Transfer] = {}
+        self.notes: dict[str, float] = {}
         self.t, self.lr, self.bytes = 0, 0.0, 0
         self.graph = Graph("complete", (Mean(mixer.n),))
         self.round: Round = self.graph.rounds[0]
@@ -48,6 +49,10 @@ class Step:
         everyone = Mean(self.mixer.n)
         self.bytes += self.mixer.cost(everyone, *vectors)
         return self.mixer.start(everyone, self.t, *vectors, alike=True)
+
+    def note(self, **numbers: float) -> None:
+        """What a method wants to show of this step, by name."""
+        self.notes |= numbers
 
     def state_dict(self) -> dict[str, list[Tensor]]:
         return {name: list(vector.tensors) for name, vector in self.state.items()}

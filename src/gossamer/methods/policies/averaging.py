@@ -75,7 +75,7 @@ class Averaging:
                 every = int(option[2:])
             elif option in {one.name for one in ANY_METHOD}:
                 chosen_wire = option
-            elif known(plain_name(option)) in METHODS.makers:
+            elif known(plain_name(option.split(" + ")[0])) in METHODS.makers:
                 rule = option
             else:
                 raise GossamerError(
