@@ -31,7 +31,7 @@ from gossamer.members.collectives import Collectives
 from gossamer.members.effects import Add, Build, Came, Claim, Drop, Fly, Look, Pause, Put
 from gossamer.members.member import Member
 from gossamer.members.roster import Event, Roster, parsed
-from gossamer.members.store import ENDS, TICKETS, ended_key
+from gossamer.members.store import ENDED, ENDS, TICKETS
 from gossamer.transport import waiting
 
 EVICT_AFTER = 3.0
@@ -71,7 +71,7 @@ class Flight:
 
     def __init__(self, worker: Worker, epoch: int, tag: tuple, sends: list[int], needs: list[int], slices: bool) -> None:
         self.worker, self.epoch, self.tag, self.slices = worker, epoch, tag, slices
-        self.essential = frozenset(needs) | {worker.member.place(epoch)} if slices else frozenset()
+        self.essential = frozenset(needs) | {worker.member.members[epoch].index(worker.ticket)} if slices else frozenset()
         self.sends, self.needs = sends, needs
         self.stage = 0
         self.lost: set[int] = set()
@@ -373,7 +373,7 @@ class Worker:
         member = self.member
         self.hand_out()
         member.step = self.step
-        if member.quiet:
+        if member.part.quiet:
             return
         while member.part.held(self.step) and not member.evicted:
             yield lambda: not member.part.held(self.step) or member.evicted
@@ -382,7 +382,7 @@ class Worker:
             return
         if member.part.due(self.step):
             self.counts = {member.part.roster.group: 64}
-        member.take(member.part.begun(self.step))
+        member.part = member.part.begun(self.step)
 
     def join(self) -> Script:
         member = self.member
@@ -412,7 +412,7 @@ class Worker:
     def enter(self) -> None:
         member = self.member
         self.step = member.step = member.part.roster.start
-        member.take(member.part.begun(self.step))
+        member.part = member.part.begun(self.step)
         self.counts = {member.group: 64}
 
     @property
@@ -473,7 +473,7 @@ class Worker:
                 break
             if type(effect) is Fly:
                 tag = self.counts[effect.epoch] = self.counts.get(effect.epoch, 0) + 1
-                me = member.place(effect.epoch)
+                me = member.members[effect.epoch].index(member.ticket)
                 others = [k for k in effect.places if k != me]
                 flight = Flight(self, effect.epoch, ("collective", tag), others, others, True)
                 yield from self.wait(flight)
@@ -822,7 +822,7 @@ class World:
         if not self.store_up:
             self._waiting.append((None, lambda: self._tell(ticket, why)))
             return
-        self.store[ended_key(ticket)] = why
+        self.store[f"{ENDED}/{ticket}"] = why
         self.store[ENDS] = self.store.get(ENDS, 0) + 1
         self.wake_all()
 

@@ -6,8 +6,8 @@ import time
 
 import torch.distributed as dist
 
-from gossamer.members.changes import open_group
 from gossamer.members.store import Seat
+from gossamer.members.survivors import open_group
 from gossamer.transport import link as links
 from tests import workers
 

@@ -13,7 +13,7 @@ from gossamer.members.collectives import Collectives
 from gossamer.members.effects import Add, Build, Claim, Fly, Look
 from gossamer.members.member import Member
 from gossamer.members.roster import Event, written
-from gossamer.members.store import ENDS, TICKETS, ended_key
+from gossamer.members.store import ENDED, ENDS, TICKETS
 from tests import simulator
 
 SCHEDULES, PARTS = 100_000, 10
@@ -164,7 +164,7 @@ def test_a_newcomer_that_ends_before_its_wish_to_join_was_read_is_dead_all_the_s
     member = store.member(0)
     rules = member.tick()
     look = store.run(rules, lambda effect: isinstance(effect, Add))  # the log was read, and it is about to look for ends
-    store.values |= {"job/log/0": written(Event("join", 2, rank=2)), ended_key(2): "was killed", ENDS: 1}
+    store.values |= {"job/log/0": written(Event("join", 2, rank=2)), f"{ENDED}/2": "was killed", ENDS: 1}
     result = store.does(look)
     with contextlib.suppress(StopIteration):
         while True:
@@ -181,6 +181,6 @@ def test_the_only_voter_has_no_result_if_it_was_evicted_meanwhile():
     calls._voters = (0,)  # the other one is dead, and another has joined
     rules = calls.complete("average_()", 60.0)
     assert isinstance(next(rules), Fly)
-    member.take(member.part.heard(Event("dead", 0, why="no heartbeat for 3 s")))
+    member.part = member.part.heard(Event("dead", 0, why="no heartbeat for 3 s"))
     with pytest.raises(Evicted, match="rank 0 was away for too long"):
         rules.send(True)

@@ -8,7 +8,6 @@ hang and come back: a newcomer takes over the state of one who is in.
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -25,23 +24,11 @@ from gossamer.members.survivors import Survivors
 from gossamer.rows.finite import Fault
 from gossamer.schedules import Schedule, rebuilt
 from gossamer.transport.exchange import Exchange
-from gossamer.transport.link import Link
 from gossamer.transport.mixer import Mixer
 
 _AGAIN_STEPS = 100  # a worker that diverges so soon after its return does not come back once more
 
 _models: weakref.WeakSet[Survival] = weakref.WeakSet()  # of this process
-
-
-def open_group(
-    seat: Seat, name: str, timeout: float, number: int, place: int, names: tuple[int, ...], abandoned: Callable[[], bool]
-) -> Link:
-    """The group of an epoch."""
-    # On a connection of its own: gloo waits on it for the members that have to come, up to 10 s, and nothing else gets through meanwhile.
-    # If one of them dies, the next group must not wait for that.
-    link = Link(seat.connect(), place, len(names), timeout, number, name, abandoned)
-    link.names = names
-    return link
 
 
 class _Left(Diverged):
@@ -57,7 +44,6 @@ class Participation:
         self.schedule = planned
         self.changes: list[Change] = []
         self.on_change: Callable[[Change], object] | None = None
-        self._timeout = exchange.link.timeout
 
     def _take_part(self, turn: Turn) -> None:
         change = turn.change
@@ -93,15 +79,9 @@ class Survival(Participation):
         _models.add(self)
         self._refuse_several()
         self._capture, self._restore, self._signature, self._look = capture, restore, signature, look
-        first, me = exchange.link, weakref.ref(self)  # the thread of the membership must not keep a model that is dropped
-
-        def copied() -> Callable[[], bytes]:
-            here = me()
-            assert here is not None
-            return here._copied()
-
-        opened = functools.partial(open_group, seat, first.name, self._timeout)
-        self._membership = Survivors(seat, first.name, None if self.joining else first, opened, copied)
+        first, me = exchange.link, weakref.proxy(self)  # the thread of the membership must not keep a model that is dropped
+        start = None if self.joining else first
+        self._membership = Survivors(seat, first.name, start, first.timeout, lambda: me._copied())
         exchange.guarded(self._membership)
         self._fault: Fault | None = None  # why it left, until it is back
         self._returned: int | None = None  # the step in which it was back, the last time
@@ -123,16 +103,16 @@ class Survival(Participation):
         membership = self._membership
         if not self.joining:
             with contextlib.suppress(_Left):
-                if (turn := membership.before(step, self._timeout)) is not None:
+                if (turn := membership.before(step)) is not None:
                     self._take_part(turn)
             if not membership.evicted:
                 return step
             self.joining = True
             self._refuse_several()
         if membership.evicted:
-            membership.rejoin(self._timeout)
+            membership.rejoin(membership.timeout)
         try:
-            turn = membership.join(self._timeout, self._unpack)
+            turn = membership.join(self._unpack)
         except GossamerError as error:
             if self._fault is None:
                 raise
@@ -147,7 +127,7 @@ class Survival(Participation):
     def leave(self, fault: Fault) -> None:
         """This worker has diverged: the others go on without it. With its next step it comes back, with the state of another one."""
         membership, last = self._membership, self._returned
-        membership.leave(f"{DIVERGED}: {fault.parameter!r} is not finite at step {fault.step}", self._timeout)
+        membership.leave(f"{DIVERGED}: {fault.parameter!r} is not finite at step {fault.step}")
         if membership.blind or not membership.roster.living:
             raise self._end(fault, "the store is gone, so it can't take over the state of another worker")
         if len(_models) > 1:
@@ -186,7 +166,7 @@ class Survival(Participation):
         # What a newcomer has is some steps old.
         for newcomer, donor in change.joined.items():
             if newcomer == rank and change.rejoined:
-                self._unpack(self._membership.take_again(change.members.index(donor), turn.link, self._timeout))
+                self._unpack(self._membership.take_again(change.members.index(donor), turn.link))
             elif donor == rank:
                 self._membership.hand_out_again(change.members.index(newcomer), turn.link, self._copied())
 

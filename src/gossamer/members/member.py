@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from gossamer.members.effects import Add, Build, Claim, Look, Rules
 from gossamer.members.roster import FINISHED, Event, Part, Roster, parsed, written
-from gossamer.members.store import ENDS, ended_key
+from gossamer.members.store import ENDED, ENDS
 from gossamer.transport.waiting import NONE, Losses
 
 BEAT = 1.0  # seconds between two heartbeats
@@ -40,7 +40,7 @@ class Member:
         self.fixed, self._beat_every = fixed, max(BEAT, evict_after / _BEATS)
         self.step = 0  # the last that the loop began, or is held from
         roster = roster or Roster({q: q for q in tickets}, tickets)
-        self.take(Part(ticket, roster, epoch=-1 if joins else 0))
+        self.part = Part(ticket, roster, epoch=-1 if joins else 0)
         self.members: dict[int, tuple[int, ...]] = {0: tickets}  # of each group, in the order of its link
         self.epochs = {0: (0, tickets)}  # of each epoch, its group and its members
         self.donors: dict[int, dict[int, int]] = {}  # of each proposal: newcomer -> who gives it its state
@@ -63,10 +63,6 @@ class Member:
         self.lease = now + evict_after  # until then no other worker can have evicted this one
         self.confirmed = now  # whatever had happened by then is known
 
-    def take(self, part: Part) -> None:
-        self.part = part
-        self.quiet = part.quiet
-
     @property
     def evicted(self) -> bool:
         return self.part.evicted
@@ -86,7 +82,7 @@ class Member:
         self.patience = None
         self.lost, self._beaten, self._beat, self._seen = {}, float("-inf"), "", {}
         self.step = -1
-        self.take(Part(ticket, self.part.roster, epoch=-1, step=-1))
+        self.part = Part(ticket, self.part.roster, epoch=-1, step=-1)
         self.count_losses()
 
     # --- For flights: who is lost ------------------------------------------------------------------------------------------
@@ -95,9 +91,6 @@ class Member:
     def group(self) -> int:
         """Whose connections it uses now."""
         return self.epochs.get(self.part.epoch, (-1,))[0]
-
-    def place(self, group: int) -> int:
-        return self.members[group].index(self.ticket)
 
     def losses(self, group: int) -> Losses:
         return self._losses.get(group, NONE)
@@ -212,7 +205,7 @@ class Member:
             self.count_losses()
 
     def _hear(self, event: Event) -> None:
-        self.take(self.part.heard(event))
+        self.part = self.part.heard(event)
         proposal, roster = self.part.roster.proposal, self.part.roster
         if roster.epoch not in self.epochs:
             self.epochs[roster.epoch] = (roster.group, roster.members)
@@ -244,7 +237,7 @@ class Member:
             return
         ended = {}
         for q in self.part.roster.known:
-            if (why := (yield Look(ended_key(q)))) is not None:
+            if (why := (yield Look(f"{ENDED}/{q}"))) is not None:
                 ended[q] = why
                 if q not in self.part.roster.dead:
                     yield from self._append(Event("dead", q, why=why))
@@ -293,7 +286,7 @@ class Member:
         duty = self.part.duty(self.built)
         if duty is not None and duty.what == "at":
             duty = duty._replace(step=self.step)  # the loop may have begun another step since
-            self.take(self.part.promise(duty))
+            self.part = self.part.promise(duty)
         if duty is not None:
             yield from self._append(duty)
 

@@ -17,11 +17,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple
+from typing import Any, NamedTuple
 
 from gossamer.errors import GossamerError
-from gossamer.members.effects import Add, Claim, Drop, Effect, Fly, Look, Put, Result, Rules, in_store
+from gossamer.members.effects import Add, Claim, Drop, Effect, Fly, Look, Put, Rules, in_store
 from gossamer.members.member import Member
 from gossamer.members.roster import DONE, FINISHED, Change, Roster
 from gossamer.members.store import Seat
@@ -30,13 +29,6 @@ from gossamer.transport.store_client import Silent, StoreClient
 
 _LOOK, _BUSY = 0.1, 0.01  # seconds between two looks at the log; while a change is under way
 LEAVE = 1.0  # seconds for each thing that has to be done before the process can end, if it takes that long
-
-
-@dataclass(frozen=True)
-class End(Generic[Result]):
-    """Rules have come to their end."""
-
-    value: Result
 
 
 class Turn(NamedTuple):
@@ -48,12 +40,12 @@ class Turn(NamedTuple):
 
 
 class Membership:
-    """``link``: of the members at the start; None for a newcomer."""
+    """``link``: of the members at the start; None for a newcomer. ``timeout``: seconds that the training loop waits for the others."""
 
     fixed = True  # no worker joins, and no group is built
 
-    def __init__(self, seat: Seat, name: str, link: Link | None) -> None:
-        self.seat = seat
+    def __init__(self, seat: Seat, name: str, link: Link | None, timeout: float) -> None:
+        self.seat, self.timeout = seat, timeout
         self._votes = StoreClient(seat.connect_patiently)  # for what the training loop asks
         tickets, rank = tuple(range(seat.size)), seat.rank
         self.member = Member(name, seat.ticket, rank, tickets, link is None, seat.evict_after, time.monotonic, fixed=self.fixed)
@@ -65,15 +57,15 @@ class Membership:
         self._thread = threading.Thread(target=self._run, name="gossamer-membership", daemon=True)
         self._thread.start()
 
-    def _carry_out(self, rules: Rules[Result], store: Any, result: Any = None) -> Fly | End[Result]:
-        """Run rules with the real store, to their end or to the next flight. They have the lock; what they ask for is done without it."""
+    def _carry_out(self, rules: Rules[Any], store: Any, result: Any = None) -> Fly | None:
+        """Run rules with the real store, to the next flight or to their end. They have the lock; what they ask for is done without it."""
         while True:
             with self._lock:
                 before = self.member.part
                 try:
                     effect = rules.send(result)
-                except StopIteration as end:
-                    return End(end.value)
+                except StopIteration:
+                    return None
                 finally:
                     if self.member.part is not before:
                         self._lock.notify_all()
@@ -95,33 +87,33 @@ class Membership:
     def roster(self) -> Roster:
         return self.member.part.roster
 
-    def before(self, step: int, timeout: float) -> Turn | None:
+    def before(self, step: int) -> Turn | None:
         """To be called before a step begins. Returns the change that happens now, if one does."""
         self.member.step = step  # before the look: a worker that says that something is under way looks at the step after that
         self._between_steps()
-        if self.member.quiet:  # in nearly every step: no lock
+        if self.member.part.quiet:  # in nearly every step: no lock
             return None
         with self._lock:
-            deadline = time.monotonic() + timeout
+            deadline = time.monotonic() + self.timeout
             member = self.member
             self._refuse_end()
             while member.part.held(step) and not self.evicted and self.store_gone is None:
-                self._wait(step, timeout, deadline)
+                self._wait(step, deadline)
             part = member.part
             if self.evicted:
                 return None
-            member.take(part.begun(step))
+            member.part = part.begun(step)
             return self._turn(step) if part.due(step) and member.part.epoch >= 0 else None
 
     def _between_steps(self) -> None:
         """What is to be done while parameters do not change."""
 
-    def _wait(self, step: int, timeout: float, deadline: float, pause: float = 1.0) -> None:
+    def _wait(self, step: int, deadline: float, pause: float = 1.0) -> None:
         """For the others, with the lock held."""
         if not self._lock.wait(pause) and time.monotonic() > deadline:
             proposal, roster = self.roster.proposal, self.roster
             late = [roster.ranks[q] for q in roster.living if proposal is None or not proposal.reported(q)]
-            missing = f"rank {', '.join(map(str, late))} did not say at which step it is within {timeout:g} s"
+            missing = f"rank {', '.join(map(str, late))} did not say at which step it is within {self.timeout:g} s"
             raise GossamerError(f"rank {self.seat.rank} at step {step}: {missing}")
         self._refuse_end()
 
@@ -152,13 +144,13 @@ class Membership:
         self.member.patience = time.monotonic() + patience
         self._wake.set()
 
-    def stand(self, step: int, timeout: float) -> None:
+    def stand(self, step: int) -> None:
         """I am done, and wait until I begin a step for the sake of the others, or it is known how they go on."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + self.timeout
         with self._lock:
             self._refuse_end()
             while self.member.stands and not self.evicted:
-                self._wait(step, timeout, deadline, _LOOK)
+                self._wait(step, deadline, _LOOK)
 
     def reunion(self) -> Turn:
         """I have left: returns when all are done. It takes as long as the others' data lasts."""
@@ -172,7 +164,7 @@ class Membership:
         """With the lock held."""
         member, start = self.member, self.roster.start
         member.step = start
-        member.take(member.part.begun(start))
+        member.part = member.part.begun(start)
         return self._turn(start, rejoined=member.ticket in self.roster.joined)
 
     def close(self, orderly: bool) -> None:

@@ -19,8 +19,9 @@ from gossamer.errors import GossamerError
 from gossamer.transport.link import Alone, BatchLink, Link
 
 # In the store of the job: what launchers tell each other.
-LAUNCHERS = "gossamer/launchers"  # how many there are besides the first; and each one's signs of life
+LAUNCHERS = "gossamer/launchers"  # how many there are besides the first; with a launcher's number: its signs of life
 GENERATION = "gossamer/generation"  # the number of the one that runs, or shall run
+STORES = "gossamer/stores"  # with the number of a later generation: where its store listens
 
 # In the store of a generation.
 BEGAN = "gossamer/began"  # how many workers have begun to train
@@ -30,29 +31,11 @@ START_FAILED = "gossamer/start-failed"  # why the workers could not begin togeth
 START_REFUSED = "gossamer/start-refused"  # set if another try would fail as well
 TICKETS = "gossamer/tickets"  # how many have been given out
 
-
-def store_key(generation: int) -> str:
-    """In the store of the job: where the store of a later generation listens."""
-    return f"gossamer/stores/{generation}"
-
-
-def wrapped_key(ticket: int) -> str:
-    """Set by a worker that has begun to open a link to the others."""
-    return f"gossamer/wrapped/{ticket}"
-
-
-def trains_key(ticket: int) -> str:
-    """Set by a worker that has begun to train: at the start, or after it has joined."""
-    return f"gossamer/trains/{ticket}"
-
-
-def ended_key(ticket: int) -> str:
-    return f"gossamer/ended/{ticket}"
-
-
-def successor_key(ticket: int) -> str:
-    """Where a process that was evicted and comes back says which ticket it has now."""
-    return f"gossamer/successor/{ticket}"
+# In the store of a generation, with a worker's ticket.
+ENDED = "gossamer/ended"  # how its process has ended, by its launcher's word
+SUCCESSOR = "gossamer/successor"  # the ticket that it has now: it was evicted, and comes back
+TRAINS = "gossamer/trains"  # set when it has begun to train: at the start, or after it has joined
+WRAPPED = "gossamer/wrapped"  # set when it has begun to open a link to the others
 
 
 @dataclass(frozen=True)
@@ -95,7 +78,7 @@ class Seat:
         """From now on a worker that dies is left out, and can join again. The launcher starts that one alone, not the whole job."""
         with contextlib.suppress(RuntimeError):  # the store is gone; then no worker can be started again either
             store = self.connect()
-            store.set(trains_key(self.ticket), "1")
+            store.set(f"{TRAINS}/{self.ticket}", "1")
             store.add(BEGAN, 1)
 
     def announce_divergence(self, why: str) -> None:
@@ -125,8 +108,8 @@ class Start:
         if not self._store.add(ENDS, 0):
             return ""
         for rank in range(self._size):
-            if self._store.check([ended_key(rank)]):
-                return f"rank {rank} {self._store.get(ended_key(rank)).decode()}"
+            if self._store.check([f"{ENDED}/{rank}"]):
+                return f"rank {rank} {self._store.get(f'{ENDED}/{rank}').decode()}"
         return ""
 
     def failed(self, why: str, final: bool) -> None:
@@ -144,7 +127,7 @@ def open_link(device: torch.device, timeout: float = 300.0, joins: bool = False)
     seat = Seat.taken()
     if seat is not None:
         own = seat.connect()
-        own.set(wrapped_key(seat.ticket), "1")
+        own.set(f"{WRAPPED}/{seat.ticket}", "1")
     if seat is not None and seat.joins and not (joins and device.type == "cpu"):
         what = "it is on a GPU" if device.type != "cpu" else "only DecentralizedDataParallel can do that"
         raise GossamerError(f"rank {seat.rank} can't join a job that is running: {what}")

@@ -23,9 +23,9 @@ from gossamer.errors import GossamerError
 from gossamer.members import handover
 from gossamer.members.collectives import Collectives
 from gossamer.members.effects import Build, Came, Effect, Fly, Look, Pause, in_store
-from gossamer.members.membership import LEAVE, End, Membership, Turn
+from gossamer.members.membership import LEAVE, Membership, Turn
 from gossamer.members.roster import Roster
-from gossamer.members.store import TICKETS, Seat, successor_key
+from gossamer.members.store import SUCCESSOR, TICKETS, Seat
 from gossamer.transport.link import Link
 from gossamer.transport.store_client import Silent
 from gossamer.transport.waiting import Losses
@@ -36,26 +36,20 @@ _KEPT = 30.0  # seconds that the connections of an old epoch are kept: others ma
 
 
 class Survivors(Membership):
-    """``open_group(number, place, names, abandoned)`` builds the group of an epoch. ``capture()`` copies my state, for a newcomer, and
-    returns what makes bytes of the copy."""
+    """``capture()`` copies my state, for a newcomer, and returns what makes bytes of the copy."""
 
     fixed = False
 
     def __init__(
-        self,
-        seat: Seat,
-        name: str,
-        link: Link | None,
-        open_group: Callable[[int, int, tuple[int, ...], Callable[[], bool]], Link],
-        capture: Callable[[], Callable[[], bytes]],
+        self, seat: Seat, name: str, link: Link | None, timeout: float, capture: Callable[[], Callable[[], bytes]]
     ) -> None:
-        self._open_group, self._capture = open_group, capture
+        self._name, self._capture = name, capture
         self._retired: list[tuple[float, Link]] = []
         self._anew, self._leaving = False, ""  # why this worker has to leave
         self._wanted: list[tuple[int, Link]] = []  # copies of my state: (place, link), made before the next step
         self._arrived: tuple[int, bytes] | None = None  # the state that I got, as a newcomer
         self._helpers: list[threading.Thread] = []
-        super().__init__(seat, name, link)
+        super().__init__(seat, name, link, timeout)
         self._collectives = Collectives(self.member, f"{name}/votes")
 
     # --- In the training loop --------------------------------------------------------------------------------------------
@@ -74,7 +68,7 @@ class Survivors(Membership):
         """A newcomer gets my state of just before its first step. It is sent in the background: the newcomer may be gone again."""
         self._start_helper(_send, link, place, pack, True, name="gossamer-handover")
 
-    def take_again(self, place: int, link: Link, timeout: float) -> bytes:
+    def take_again(self, place: int, link: Link) -> bytes:
         """The same, for the newcomer."""
         arrived: list[bytes] = []
 
@@ -83,7 +77,7 @@ class Survivors(Membership):
                 arrived.append(handover.receive(link, place, again=True))
 
         self._start_helper(take, name="gossamer-handover")
-        helper, deadline = self._helpers[-1], time.monotonic() + timeout
+        helper, deadline = self._helpers[-1], time.monotonic() + self.timeout
         while helper.is_alive() and place not in self.losses(link).gone and time.monotonic() < deadline:
             helper.join(0.05)
         if not arrived:
@@ -92,9 +86,9 @@ class Survivors(Membership):
             )
         return arrived[0]
 
-    def join(self, timeout: float, load: Callable[[bytes], object]) -> Turn:
+    def join(self, load: Callable[[bytes], object]) -> Turn:
         """Take part, as new: returns when the others know the step from which on I do. ``load`` takes over the state that was sent."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + self.timeout
         loaded, member = -1, self.member
         member.asks = True
         self._wake.set()
@@ -108,7 +102,7 @@ class Survivors(Membership):
                 if not self.roster.living and member.log_was_read:
                     raise GossamerError(f"rank {self.seat.rank} can't join: nobody is left; the job has ended without it")
                 if time.monotonic() > deadline:
-                    raise GossamerError(f"rank {self.seat.rank} could not join within {timeout:g} s")
+                    raise GossamerError(f"rank {self.seat.rank} could not join within {self.timeout:g} s")
                 if self._arrived is not None and self._arrived[0] != loaded:
                     loaded, state = self._arrived
                     self._lock.release()
@@ -121,30 +115,30 @@ class Survivors(Membership):
                 self._lock.wait(0.1)
             return self._enter()
 
-    def leave(self, why: str, timeout: float) -> None:
+    def leave(self, why: str) -> None:
         """This worker takes no part any more. Then it is evicted, and may come back as new; not if the store is gone."""
-        deadline = time.monotonic() + timeout
         with self._lock:
             self._leaving = why
-            self._wake.set()
-            while not self.evicted and self.store_gone is None:
-                if not self._lock.wait(1.0) and time.monotonic() > deadline:
-                    raise GossamerError(f"rank {self.seat.rank} {why}, and the store was silent for {timeout:g} s")
+            self._wait_for_store(lambda: self.evicted, self.timeout, f"{why}, and")
 
     def rejoin(self, timeout: float) -> None:
         """This worker was evicted, and lives: with a new ticket it is new."""
-        deadline = time.monotonic() + timeout
         with self._lock:
             self._anew = True
-            self._wake.set()
-            while self._anew and self.store_gone is None:
-                if not self._lock.wait(1.0) and time.monotonic() > deadline:
-                    raise GossamerError(f"rank {self.seat.rank} could not join again: the store was silent for {timeout:g} s")
+            self._wait_for_store(lambda: not self._anew, timeout, "could not join again:")
+
+    def _wait_for_store(self, done: Callable[[], bool], timeout: float, failed: str) -> None:
+        """Until the thread has ``done`` it, or the store is gone. With the lock held."""
+        deadline = time.monotonic() + timeout
+        self._wake.set()
+        while not done() and self.store_gone is None:
+            if not self._lock.wait(1.0) and time.monotonic() > deadline:
+                raise GossamerError(f"rank {self.seat.rank} {failed} the store was silent for {timeout:g} s")
 
     def _take_new_ticket(self, store: Any) -> None:
         """In the thread."""
         ticket = store.add(TICKETS, 1) - 1
-        store.set(successor_key(self.member.ticket), str(ticket))
+        store.set(f"{SUCCESSOR}/{self.member.ticket}", str(ticket))
         with self._lock:
             self._retired += [(time.monotonic(), link) for link in self._links.values()]
             self._links, self._arrived, self._wanted = {}, None, []
@@ -190,7 +184,7 @@ class Survivors(Membership):
 
     def shut_out(self, timeout: float) -> bool:
         member, now = self.member, time.monotonic()
-        if now < member.lease and (member.quiet or not member.evicted):  # nearly always: no lock
+        if now < member.lease and not member.evicted:  # nearly always: no lock
             return False
         with self._lock:
             self._wake.set()
@@ -213,7 +207,7 @@ class Survivors(Membership):
         rules = self._collectives.complete(what, timeout, acknowledged)
         came: Came | None = None
 
-        def go_on(store: Any) -> Fly | End[tuple[int, ...]]:
+        def go_on(store: Any) -> Fly | None:
             return self._carry_out(rules, store, came)
 
         try:
@@ -221,7 +215,7 @@ class Survivors(Membership):
                 # The rules ask for nothing of the store before the first try, nor if all workers have the result. Otherwise they give up by
                 # themselves, as long as the store answers.
                 now = go_on(None) if came in (None, Came.EVERYWHERE) else self._votes.ask(go_on, timeout + 1)
-                if isinstance(now, End):
+                if now is None:
                     return True
                 with self._lock:
                     link = self._links[now.epoch]
@@ -294,7 +288,7 @@ class Survivors(Membership):
 
         names = tuple(roster.ranks[q] for q in members)
         try:
-            link = self._open_group(number, members.index(member.ticket), names, abandoned)
+            link = open_group(self.seat, self._name, self.timeout, number, members.index(member.ticket), names, abandoned)
             with self._lock:
                 self._links[number], member.members[number] = link, members
                 member.count_losses()
@@ -312,6 +306,17 @@ class Survivors(Membership):
                 time.sleep(_PAUSE)
                 member.failed = number
         self._wake.set()
+
+
+def open_group(
+    seat: Seat, name: str, timeout: float, number: int, place: int, names: tuple[int, ...], abandoned: Callable[[], bool]
+) -> Link:
+    """The group of an epoch."""
+    # On a connection of its own: gloo waits on it for the members that have to come, up to 10 s, and nothing else gets through meanwhile.
+    # If one of them dies, the next group must not wait for that.
+    link = Link(seat.connect(), place, len(names), timeout, number, name, abandoned)
+    link.names = names
+    return link
 
 
 def _send(link: Link, place: int, pack: Callable[[], bytes], again: bool = False) -> None:

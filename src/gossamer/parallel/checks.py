@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,6 +12,9 @@ from torch import nn
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph, plain_name, told_hosts
 from gossamer.schedules import Schedule
+
+if TYPE_CHECKING:
+    from gossamer.parallel.module import DecentralizedDataParallel
 
 
 def refuse_unfit(module: nn.Module) -> None:
@@ -85,36 +89,25 @@ def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
         raise GossamerError(f"{key}={value!r} is not known; use {' or '.join(map(repr, choices))}")
 
 
-# --- Calls at a wrong moment --------------------------------------------------------------------------------------------------
-
-
-def refuse_copy(is_copy: bool, what: str) -> None:
-    if is_copy:
+def refuse_moment(
+    model: DecentralizedDataParallel, what: str, *, uneven: bool = True, averaged: bool = False, busy: bool = False
+) -> None:
+    """A call at a wrong moment: of a copy; and, where it matters, inside ``uneven()``, inside ``consensus()``, or with rows in flight."""
+    if model.is_copy:
         raise GossamerError(
             f"{what} on a closed DecentralizedDataParallel, or a copy of one: it takes no part in the averaging"
         )
-
-
-def refuse_alone(uneven: bool, what: str, step: int) -> None:
-    if uneven:
+    driver, step = model._driver, model.steps
+    if uneven and driver.stretch is not None:
         raise GossamerError(f"{what} inside uneven() (step {step}): not all workers may get there; call it after the block")
-
-
-def refuse_busy(busy: bool, what: str, step: int) -> None:
-    if busy:
+    if averaged and driver.averaged:
+        raise GossamerError(f"{what} inside consensus() (step {step}): call it after the block")
+    if busy and driver.busy:
         raise GossamerError(
             f"{what} after a training-mode forward and before step() (step {step}), while parameters are being sent; "
             "call it after optimizer.step() (also for micro-batches that are left over), or run that forward in eval mode or "
             "under torch.no_grad()"
         )
-
-
-def refuse_averaged(averaged: bool, what: str, step: int) -> None:
-    if averaged:
-        raise GossamerError(f"{what} inside consensus() (step {step}): call it after the block")
-
-
-# --- The default graph ---------------------------------------------------------------------------------------------------------
 
 
 def over_hosts(graph: str | Graph | Schedule) -> str | Graph | Schedule:

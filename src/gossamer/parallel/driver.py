@@ -7,11 +7,11 @@ a GradScaler that leaves a step out, workers that run out of data, members that 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gossamer.errors import Diverged, Evicted, GossamerError
 from gossamer.graphs import Graph
@@ -68,7 +68,7 @@ class Driver:
         self.profile_every, self.on_profile = 0, None  # type: int, Callable[[Profile], object] | None
         self.grad = OwnGradients(flat)
         # Weakly: a driver that is in no cycle is gone with its model, and so are its hooks.
-        look, share = weakly(self._look), weakly(self._share_momentum)
+        look, share = hooks.weakly(self._look), hooks.weakly(self._share_momentum)
         self.now = OwnStep(mixer, Parameters(flat.blocks, in_place=True), self.grad, look, share)
         self.members_moved = False  # all are together again after uneven()
         self._graph: Graph | None = None
@@ -76,7 +76,7 @@ class Driver:
         self._moments: set[str] = set()  # of this step: those that have come
         self._synced = self._held_back = False  # whether a backward of this step has averaged gradients; or was told not to
         self._means, self._last_means = 0, 1  # gradients were averaged so often in this step, and in the last one
-        self.queued = False  # the end of this backward is waited for
+        self._queued = False  # the end of this backward is waited for
         self._looked_for_jumps = False  # in this step
         self._jumped = False  # since the last mean of all, parameters were changed by something else than the optimizers
         self._attached = False  # to any optimizers
@@ -113,7 +113,7 @@ class Driver:
 
     def on_forward(self, sync: bool) -> None:
         """Before a training-mode forward. ``sync``: as DDP's ``require_backward_grad_sync``."""
-        self.sync, self.queued = sync, False
+        self.sync, self._queued = sync, False
         if self.survival is not None and self.survival.joining:
             self.steps = self.survival.before(self.steps)  # before the forward, with any method: parameters change
         if self.optimizers:
@@ -138,7 +138,7 @@ class Driver:
         now.graph, now.round = graph, graph.round(now.t, self.every)
         self._notice(graph)
         try:
-            self._moment("before_forward", self.method.before_forward)
+            self._moment("before_forward")
         finally:
             if self.busy:
                 self.flat.depart()
@@ -157,8 +157,14 @@ class Driver:
             with torch.no_grad():
                 self.method.members_changed(self.now)
 
-    def backward_ended(self) -> None:
-        self.queued = False
+    def on_gradient(self, _: Tensor) -> None:
+        """A backward has made the gradient of a parameter."""
+        if not self._queued:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(hooks.weakly(self._on_backward_end))
+
+    def _on_backward_end(self) -> None:
+        self._queued = False
         if not self.sync:
             self._held_back = True
         elif self.averaged:
@@ -204,7 +210,7 @@ class Driver:
             self.flat.check(busy=not self.mixer.send_copy)
         self.now.lr = self._rate()
         self.grad.refused = self._refusal()
-        self._moment("before_update", self.method.before_update)
+        self._moment("before_update")
 
     def _refusal(self) -> str:
         """Why a method can't have the gradients now."""
@@ -224,7 +230,7 @@ class Driver:
         """After the last of the optimizers."""
         self._before_any_update()
         self._before_update()
-        self._moment("after_update", self.method.after_update)
+        self._moment("after_update")
         if self.mixer.probe is not None and (sight := self.mixer.probe.taken()):
             self.current_schedule.observe(sight)
             self.schedule.succeed(self.current_schedule)
@@ -239,7 +245,7 @@ class Driver:
         self._moments.clear()
         self._synced = self._held_back = self._looked_for_jumps = False
 
-    def _moment(self, name: str, moment: Callable[[Step], None]) -> None:
+    def _moment(self, name: str) -> None:
         """Once in a step, also if it raises."""
         if name in self._moments:
             return
@@ -248,7 +254,7 @@ class Driver:
             return
         if name == "after_update":
             self._jumped |= self.flat.check()
-        self._run(moment)
+        self._run(getattr(self.method, name))
 
     def _adopt(self) -> None:
         """Parameters that were frozen are trained now: their state begins as all did."""
@@ -269,10 +275,9 @@ class Driver:
         if self.mixer.fault is not None:
             self._leave(self.mixer.fault)
 
-    def idle_step(self) -> int:
+    def idle_step(self) -> None:
         """A step without training, for the sake of the others."""
         self._without_training(self._last_means if self.method.does("after_backward") else 0)
-        return self.steps
 
     def _without_training(self, means: int = 0) -> None:
         self.grad.blank = True
@@ -361,15 +366,3 @@ class Driver:
         for block in self.flat.blocks:
             self.mixer.look_for_fault(block, block.x[0])
         return self.mixer.fault
-
-
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method, for a holder that outlives its object, or that the object holds: it must be possible to drop the model."""
-    held = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        there = held()
-        assert there is not None
-        return there(*args)
-
-    return call

@@ -63,19 +63,17 @@ class OwnGradients(Vector):
             views = [view[0] for view in block.tensors_of(row).values()]
             self._parts.append(_Part(row, self._flat.parameters_of(block), views, row[0, columns:]))
         for row, params, views, flags in self._parts:
-            present = [not self.blank and p.requires_grad and p.grad is not None for p in params]
-            if not all(present):
+            grads = [p.grad if p.requires_grad and not self.blank else None for p in params]
+            present = [(p, view, grad) for p, view, grad in zip(params, views, grads, strict=True) if grad is not None]
+            if len(present) < len(params):
                 row.zero_()
-            for p, there in zip(params, present, strict=True):
-                if there and p.grad is not None and p.grad.layout != torch.strided:
+            for p, _, grad in present:
+                if grad.layout != torch.strided:
                     name = self._flat.names.get(id(p), "a parameter")
                     raise GossamerError(f"the gradient of {name!r} is sparse; only dense gradients can be averaged")
-            pairs = [
-                (view, p.grad) for view, p, there in zip(views, params, present, strict=True) if there and p.grad is not None
-            ]
-            if pairs:
-                torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
-            flags.copy_(torch.tensor(present, dtype=flags.dtype))
+            if present:
+                torch._foreach_copy_([view for _, view, _ in present], [grad for _, _, grad in present])
+            flags.copy_(torch.tensor([grad is not None for grad in grads], dtype=flags.dtype))
 
     def forget(self) -> None:
         """The moment is over, or has raised an error."""

@@ -1,6 +1,7 @@
 """Where a driver's moments come from: torch's hooks on optimizers, on parameters, and a GradScaler that is watched.
 
-No hook keeps the driver: a model that is dropped is gone, though its optimizer and its scaler stay. Each function returns what undoes it.
+No hook keeps the driver: a model that is dropped is gone, though its optimizer and its scaler stay. Each function that attaches hooks
+returns what undoes it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 if TYPE_CHECKING:
     from gossamer.parallel.driver import Driver
@@ -19,42 +20,33 @@ Optimizer = torch.optim.Optimizer
 Undo = list[Callable[[], object]]
 
 
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method, for a holder that outlives its object, or that the object holds. It does nothing when the object is gone."""
+    held = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        there = held()
+        return there(*args) if there is not None else None
+
+    return call
+
+
 def steps(driver: Driver, optimizers: Sequence[Optimizer]) -> Undo:
     """Before each optimizer's ``step()``, and after the last one's."""
-    me = weakref.ref(driver)
-
-    def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        if (here := me()) is not None:
-            here.before_step(optimizer, args, kwargs)
-
-    def after(*_: object) -> None:
-        if (here := me()) is not None:
-            here.after_update()
-
+    before, after = weakly(driver.before_step), weakly(driver.after_update)
     undo: Undo = [optimizer.register_step_pre_hook(before).remove for optimizer in optimizers]
-    return [*undo, optimizers[-1].register_step_post_hook(after).remove]
+    return [*undo, optimizers[-1].register_step_post_hook(lambda *_: after()).remove]
 
 
 def backward(driver: Driver, parameters: Sequence[nn.Parameter]) -> Undo:
     """When a backward ends that has made a gradient of one of the parameters."""
-    me = weakref.ref(driver)
-
-    def ended() -> None:
-        if (here := me()) is not None:
-            here.backward_ended()
-
-    def accumulated(_: Tensor) -> None:
-        here = me()
-        if here is not None and not here.queued:
-            here.queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(ended)
-
+    accumulated = weakly(driver.on_gradient)
     return [parameter.register_post_accumulate_grad_hook(accumulated).remove for parameter in parameters]
 
 
 def scaler(driver: Driver, scaler: torch.amp.GradScaler) -> Undo:
     """A GradScaler that finds an infinite gradient does not call ``step()``, so no hook of the optimizer fires: it is watched itself."""
-    me, step, unscale = weakref.ref(driver), scaler.step, scaler.unscale_
+    me, step, unscale, before_unscaling = weakref.ref(driver), scaler.step, scaler.unscale_, weakly(driver.before_unscaling)
 
     def watched_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         here = me()
@@ -63,8 +55,7 @@ def scaler(driver: Driver, scaler: torch.amp.GradScaler) -> Undo:
         return here.scaled_step(optimizer, lambda: step(optimizer, *args, **kwargs))
 
     def watched_unscale(optimizer: Optimizer) -> None:
-        if (here := me()) is not None:
-            here.before_unscaling(optimizer)
+        before_unscaling(optimizer)
         unscale(optimizer)
 
     def undo() -> None:

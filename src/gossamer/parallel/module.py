@@ -31,7 +31,8 @@ from gossamer.members.roster import Change
 from gossamer.members.store import Seat, open_link
 from gossamer.methods import ALL_REDUCE, Averaging, Method, Order
 from gossamer.parallel import averaged, checks, state
-from gossamer.parallel.driver import Driver, weakly
+from gossamer.parallel.driver import Driver
+from gossamer.parallel.hooks import weakly
 from gossamer.parallel.uneven import stretch
 from gossamer.parallel.wrapper import Wrapper
 from gossamer.rows.flat import Flat
@@ -121,16 +122,8 @@ class DecentralizedDataParallel(Wrapper):
         if self._exchange is not None:
             weakref.finalize(self, self._exchange.drop).atexit = False
         if self._exchange is not None and not self._joins:
-            self._agree(
-                {
-                    **state.setup(self),
-                    "wire": wire,
-                    "init": init,
-                    "epochs": str(epochs),
-                    "steps_per_epoch": str(steps_per_epoch),
-                }
-                | {"check_finite": str(check_finite)}
-            )
+            told = {"wire": wire, "init": init, "epochs": str(epochs), "steps_per_epoch": str(steps_per_epoch)}
+            self._agree(state.setup(self) | told | {"check_finite": str(check_finite)})
             self._agree(self._flat.signature())
             if init == "broadcast":
                 averaged.broadcast(self._flat, self._exchange)
@@ -161,15 +154,14 @@ class DecentralizedDataParallel(Wrapper):
     @property
     def size(self) -> int:
         """How many workers take part now."""
-        survival = self._driver.survival
-        return len(survival.members) if survival is not None else self._exchange.size if self._exchange else 1
+        return len(self.members)
 
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks of the workers that take part now. Under ``gossamer launch`` they may change before any step, and in each collective
         (``mean()``, ``consensus()``, ``average_()``, ``save()``), after which they are the same on all workers that have its result."""
         survival = self._driver.survival
-        return survival.members if survival is not None else tuple(range(self.size))
+        return survival.members if survival is not None else tuple(range(self._exchange.size if self._exchange else 1))
 
     @property
     def leads(self) -> bool:
@@ -218,8 +210,7 @@ class DecentralizedDataParallel(Wrapper):
         Under ``gossamer launch``: ``also``, what else a worker that joins takes over (LR schedulers …; what has a state_dict, by
         name), and ``on_change``, called with each :class:`Change` of the members just before the step in which it takes effect.
         """
-        self._refuse_alone("gossip()")
-        self._refuse_busy("gossip()")
+        checks.refuse_moment(self, "gossip()", busy=True)
         checks.refuse_strangers(optimizers, self._bare(), self._flat.names)
         self.method.refuse(self.schedule.first(), optimizers, self.steps)
         self._agree(
@@ -260,7 +251,7 @@ class DecentralizedDataParallel(Wrapper):
     def average_gradients(self) -> None:
         """With ``graph="all-reduce"``: average the gradients now, once more; for gradients that no backward has made.
         With any other graph gradients are one's own, and this does nothing; so a loop may always call it."""
-        self._refuse_copy("average_gradients()")
+        checks.refuse_moment(self, "average_gradients()", uneven=False)
         if self.averages_gradients and self._driver.optimizers:
             self._driver.after_backward()
 
@@ -269,7 +260,7 @@ class DecentralizedDataParallel(Wrapper):
     @torch.no_grad()
     def mean(self, value: Tensor | float) -> Tensor | float:
         """The mean over all workers, of a tensor or a number: for logging and decisions. All of them call it."""
-        self._refuse_alone("mean()")
+        checks.refuse_moment(self, "mean()")
         if not isinstance(value, Tensor):
             return float(self._mixer.mean(torch.tensor([value], dtype=torch.float64, device=self._flat.device)))
         if not value.dtype.is_floating_point:
@@ -284,8 +275,7 @@ class DecentralizedDataParallel(Wrapper):
         ``reestimate``: some of this worker's training inputs, batch by batch; BatchNorm's statistics are then estimated anew
         for the averaged model (and averaged over the workers), which is more faithful than their mean.
         """
-        self._refuse_alone("consensus()")
-        self._refuse_averaged("consensus()")
+        checks.refuse_moment(self, "consensus()", averaged=True)
         self._flat.check(busy=self._driver.busy and not self._mixer.send_copy)
         touched = self._flat.touched
         with averaged.averaged(self._flat, self._mixer, self.module, reestimate):
@@ -299,14 +289,13 @@ class DecentralizedDataParallel(Wrapper):
 
     def average_(self) -> None:
         """Parameters and floating-point buffers become their mean over the workers, for good. All workers call it."""
-        self._refuse_alone("average_()")
+        checks.refuse_moment(self, "average_()")
         if self._joins and self._joining:
             raise GossamerError(
                 f"rank {self.rank} can't average: it has not joined the others, which it does in its first training step; "
                 "the job may have ended without it"
             )
-        self._refuse_averaged("average_()")
-        self._refuse_busy("average_()")
+        checks.refuse_moment(self, "average_()", averaged=True, busy=True)
         self._flat.check()
         averaged.average_(self._flat, self._mixer)
 
@@ -315,8 +304,7 @@ class DecentralizedDataParallel(Wrapper):
         """In this block workers may do different numbers of steps: one that is done leaves the graph, and the others go on
         without it. At the end all wait for each other; who left early takes over the parameters of one who stayed. All workers
         enter it; ``mean()``, ``consensus()`` and the like have their place outside of it."""
-        self._refuse_alone("uneven()")
-        self._refuse_busy("uneven()")
+        checks.refuse_moment(self, "uneven()", busy=True)
         driver = self._driver
         if driver.survival is not None:
             raise GossamerError(
@@ -337,9 +325,7 @@ class DecentralizedDataParallel(Wrapper):
 
         All workers call it; it returns when all have written, and keeps the checkpoint before this one until then.
         """
-        self._refuse_alone("save()")
-        self._refuse_averaged("save()")
-        self._refuse_busy("save()")
+        checks.refuse_moment(self, "save()", averaged=True, busy=True)
         self._flat.check()
         if self._joining:
             print(f"gossamer: rank {self.rank} takes no part until its next training step, and saves nothing", flush=True)
@@ -349,8 +335,7 @@ class DecentralizedDataParallel(Wrapper):
     @torch.inference_mode(False)
     def load(self, folder: Path | str, also: Mapping[str, Any] | None = None) -> bool:
         """Go on from the last step that all workers have on disk. Returns whether there was one. Call it after ``gossip()``."""
-        self._refuse_alone("load()")
-        self._refuse_busy("load()")
+        checks.refuse_moment(self, "load()", busy=True)
         if self._driver.survival is not None and self._driver.survival.joining:
             return False  # the others are further: it takes over the state of one of them
         return state.load(self, Path(folder), also or {})
@@ -375,16 +360,6 @@ class DecentralizedDataParallel(Wrapper):
         made._exchange, made.is_copy = None, True
         return made
 
-    def _refuse_copy(self, what: str) -> None:
-        checks.refuse_copy(self.is_copy, what)
-
-    def _refuse_alone(self, what: str) -> None:
-        """What all workers have to do together."""
-        self._refuse_copy(what)
-        checks.refuse_alone(self._driver.stretch is not None, what, self.steps)
-
     def _refuse_busy(self, what: str) -> None:
-        checks.refuse_busy(not self.is_copy and self._driver.busy, what, 0 if self.is_copy else self.steps)
-
-    def _refuse_averaged(self, what: str) -> None:
-        checks.refuse_averaged(self._driver.averaged, what, self.steps)
+        if not self.is_copy:
+            checks.refuse_moment(self, what, uneven=False, busy=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,7 +37,9 @@ def save(model: DecentralizedDataParallel, folder: Path, also: Mapping[str, Any]
 
 
 def load(model: DecentralizedDataParallel, folder: Path, also: Mapping[str, Any]) -> bool:
-    check = functools.partial(_check, model, also)
+    def check(found: Snapshot, where: str) -> None:
+        worker.check(found.parts, where, model._bare(), model._driver.optimizers, also, model._driver.now)
+
     found = shards.load(folder, _whole_setup(model), model._exchange, layout(model), model._flat.device, check)
     if found is None:
         return False
@@ -64,18 +65,8 @@ def restore(model: DecentralizedDataParallel, parts: dict[str, Any], where: str,
 
 def survival(model: DecentralizedDataParallel, seat: Seat, exchange: Exchange) -> Survival:
     """Under ``gossamer launch``. It does not keep the model, which a person may drop."""
-    here, driver = weakref.ref(model), model._driver
-
-    def captured() -> dict[str, Any]:
-        there = here()
-        assert there is not None
-        return capture(there, there._also)
-
-    def take_over(parts: dict[str, Any]) -> None:
-        there = here()
-        assert there is not None
-        restore(there, parts, "the state of the others", there._also)
-
+    driver = model._driver
+    here: Any = weakref.proxy(model)
     signature = {key: value for key, value in setup(model).items() if key != "workers"} | model._flat.signature()
     signature |= {"wire": model._mixer.wire.name, "the optimizers": ", ".join(type(o).__name__ for o in driver.optimizers)}
     made = Survival(
@@ -83,8 +74,8 @@ def survival(model: DecentralizedDataParallel, seat: Seat, exchange: Exchange) -
         exchange,
         model._mixer,
         model.schedule,
-        captured,
-        take_over,
+        lambda: capture(here, here._also),
+        lambda parts: restore(here, parts, "the state of the others", here._also),
         signature,
         driver.fault,
         layout(model),
@@ -110,7 +101,3 @@ def setup(model: DecentralizedDataParallel) -> dict[str, str]:
 def _whole_setup(model: DecentralizedDataParallel) -> dict[str, str]:
     optimizers = model._driver.optimizers
     return setup(model) | {"wire": model._mixer.wire.name, **worker.signature(model._bare(), optimizers)}
-
-
-def _check(model: DecentralizedDataParallel, also: Mapping[str, Any], found: Snapshot, where: str) -> None:
-    worker.check(found.parts, where, model._bare(), model._driver.optimizers, also, model._driver.now)

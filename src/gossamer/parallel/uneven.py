@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,10 +14,7 @@ from gossamer.members.changes import Participation
 from gossamer.members.membership import Membership, Turn
 from gossamer.members.store import GivenSeat
 from gossamer.parallel import averaged
-from gossamer.rows.flat import Flat
-from gossamer.schedules import Schedule
 from gossamer.transport.exchange import Exchange
-from gossamer.transport.mixer import Mixer
 
 if TYPE_CHECKING:
     from gossamer.parallel.driver import Driver
@@ -28,47 +25,41 @@ _GRACE = 0.3  # seconds (and two steps) that are given to the others to finish a
 class Stretch(Participation):
     """One stretch of training in which workers may do different numbers of steps. Every worker makes one at the same step."""
 
-    def __init__(self, exchange: Exchange, mixer: Mixer, planned: Schedule, number: int, step: int) -> None:
-        super().__init__(exchange, mixer, planned)
-        link = exchange.link
+    def __init__(self, driver: Driver, exchange: Exchange, number: int) -> None:
+        super().__init__(exchange, driver.mixer, driver.schedule)
+        self._driver, link = driver, exchange.link
         seat = GivenSeat("", 0, link.rank, link.rank, link.size, link.timeout, link.store)
-        self._membership = Membership(seat, f"uneven/{number}", link)
-        self._step, self._step_began, self._step_seconds = step, time.monotonic(), 0.0
+        self._membership = Membership(seat, f"uneven/{number}", link, link.timeout)
+        self._step, self._step_began, self._step_seconds = driver.steps, time.monotonic(), 0.0
         self._reunion: Turn | None = None
 
-    @property
-    def members(self) -> tuple[int, ...]:
-        return self.exchange.living
-
-    def before(self, step: int) -> int:
+    def before(self, step: int) -> None:
         """Before a step begins: change to the graph of the workers that are left, if this is the step for it."""
         now = time.monotonic()
         if step > self._step:
             self._step, self._step_seconds, self._step_began = step, now - self._step_began, now
-        turn = self._membership.before(step, self._timeout)
+        turn = self._membership.before(step)
         if turn is not None and self._membership.roster.together:
             self._reunion = turn
         elif turn is not None:
             self._take_part(turn)
-        return step
 
-    def leave(self, step: int, exchange_only: Callable[[], int]) -> None:
-        """I have no more data; ``step`` would be my next. Returns when the others go on without me, or no worker goes on.
-        ``exchange_only`` does one step without training and returns the number of the next."""
-        membership = self._membership
+    def leave(self) -> None:
+        """This worker has no more data. Returns when the others go on without it, or no worker goes on."""
+        membership, driver = self._membership, self._driver
         membership.done(_GRACE + 2 * self._step_seconds)
         while True:
-            membership.stand(step, self._timeout)
-            self.before(step)
+            membership.stand(driver.steps)
+            self.before(driver.steps)
             if self._reunion is not None or membership.member.part.epoch < 0:
                 return
             if not membership.member.stands:
-                step = exchange_only()
+                driver.idle_step()
 
-    def rejoin(self, step: int, flat: Flat) -> int:
-        """When no worker has data left: all are in the graph again. Who left early takes over the parameters of one who stayed.
-        Returns the step that all are at."""
-        exchange = self.exchange
+    def rejoin(self) -> None:
+        """When no worker has data left: all are in the graph again, at the same step. Who left early takes over the parameters of one
+        who stayed."""
+        exchange, flat = self.exchange, self._driver.flat
         change, link, places = self._reunion or self._membership.reunion()
         link.epoch += 1  # what was left lying around is not taken for something new
         exchange.change(link, places)
@@ -78,7 +69,7 @@ class Stretch(Participation):
             averaged.hand_over(flat, exchange, change.joined)
         self._membership.close(orderly=True)
         exchange.gather(flat.blocks[0].x.new_zeros(1), "uneven()")  # all know it: now the process that holds the store may end
-        return change.step
+        self._driver.steps, self._driver.members_moved = change.step, True
 
     def abandon(self) -> None:
         self._membership.close(orderly=False)
@@ -87,12 +78,11 @@ class Stretch(Participation):
 @contextlib.contextmanager
 def stretch(driver: Driver, exchange: Exchange, number: int) -> Iterator[None]:
     """The block of ``uneven()``."""
-    driver.stretch = here = Stretch(exchange, driver.mixer, driver.schedule, number, driver.steps)
+    driver.stretch = here = Stretch(driver, exchange, number)
     try:
         yield
-        here.leave(driver.steps, driver.idle_step)
-        driver.steps = here.rejoin(driver.steps, driver.flat)
-        driver.members_moved = True
+        here.leave()
+        here.rejoin()
     except BaseException:
         here.abandon()
         raise

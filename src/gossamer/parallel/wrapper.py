@@ -26,8 +26,7 @@ class Wrapper(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """``assign`` makes no difference: values are copied to where the parameters are. A state that torch's DDP has saved, with
         ``module.`` before each key, is taken as well."""
-        if hasattr(self, "_flat"):
-            self._refuse_busy("load_state_dict()")
+        self._refuse_busy("load_state_dict()")
         bare = self._bare()
         if (
             state_dict

@@ -1,11 +1,11 @@
 """``gossamer launch``: workers on this host, and the store that outlives each of them.
 
 Every process gets RANK, WORLD_SIZE, MASTER_ADDR … as from torchrun, so a script runs unchanged. What is different: the store lives here
-and not in rank 0; when a worker dies the others go on (``survival.py``) and hear of it from here at once; ``restart`` brings it back, to
+and not in rank 0; when a worker dies the others go on (``survivors.py``) and hear of it from here at once; ``restart`` brings it back, to
 join them. No process outlives the launcher: the kernel kills them with it.
 
 What is started again after a worker has failed: see ``LauncherStore.plan``. A job is *lost before it began* if a worker has waited for the
-others in vain (it says so, ``seats.START_FAILED``) and no worker has begun to train: then the launcher ends the workers that still run.
+others in vain (it says so, ``START_FAILED``) and no worker has begun to train: then the launcher ends the workers that still run.
 Programs that never wrap a model never wait so, and a failed one of them leaves the others alone.
 """
 
@@ -86,7 +86,7 @@ class Outcome:
 
 
 class Launcher:
-    """One loop: output and ends of the workers, signals, restarts. What it asks the store is answered later (``launcher_store.py``)."""
+    """One loop: output and ends of the workers, signals, restarts. What it asks the store is answered later (``store.py``)."""
 
     def __init__(self, job: Job, out: IO[str] | None = None) -> None:
         self.job, self.out = job, out or sys.stdout
@@ -288,10 +288,10 @@ class Launcher:
             self._follow(self._place.generation + 1)
         elif plan.kind == "alone" and not self._ending:
             pause = self._pause(worker.place, worker.began)
-            if not pause:
+            if pause:
+                self._due.append((time.monotonic() + pause, lambda: self._start_late(worker, plan.ticket)))
+            else:
                 self._start_again(worker, plan.ticket)
-                return
-            self._due.append((time.monotonic() + pause, lambda: self._start_late(worker, plan.ticket)))
 
     def _pause(self, place: int, began: float) -> float:
         """Seconds. What dies young, again and again, is not started over and over at once."""

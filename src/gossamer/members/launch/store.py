@@ -19,21 +19,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from gossamer.errors import GossamerError
-from gossamer.members.store import (
-    BEGAN,
-    DIVERGED,
-    ENDS,
-    GENERATION,
-    LAUNCHERS,
-    START_FAILED,
-    START_REFUSED,
-    TICKETS,
-    ended_key,
-    store_key,
-    successor_key,
-    trains_key,
-    wrapped_key,
-)
+from gossamer.members import store as keys
 
 SILENT_SECONDS = 15.0  # without a sign of life, another launcher is gone
 _CONNECT_SECONDS = 60.0
@@ -123,7 +109,7 @@ class LauncherStore:
 
     def close(self, seconds: float) -> None:
         """Say what is left to say; no longer than this."""
-        self.do(lambda: self._job.set(f"{LAUNCHERS}/{self._number}", _DONE))
+        self.do(lambda: self._job.set(f"{keys.LAUNCHERS}/{self._number}", _DONE))
         self._requests.put(None)
         self._thread.join(seconds)
 
@@ -143,12 +129,12 @@ class LauncherStore:
     def _open(self) -> str:
         if not self.first:
             self._job = self._now = self._connect(self._port, "there is no job at")
-            self._number = self._job.add(LAUNCHERS, 1)
+            self._number = self._job.add(keys.LAUNCHERS, 1)
             return f"{self.host}:{self._port}"
         self._number = 0
         self._job, port = self._listen(self._port)
         self._now = self._job
-        self._job.set(GENERATION, "0")
+        self._job.set(keys.GENERATION, "0")
         return f"{self.host}:{port}"
 
     def _connect(self, port: int, failed: str) -> Any:
@@ -181,21 +167,21 @@ class LauncherStore:
 
     def enter(self, node: int | None, workers: int) -> Place:
         """Seats in the generation that the job is in now. ``node``: which host this is, or None for workers that join."""
-        generation = int(self._job.get(GENERATION))
+        generation = int(self._job.get(keys.GENERATION))
         address = self._later_store(generation) if generation else self.address
         if node is None:  # how many there were at the start follows from the store
             size, per_host = (int(self._now.get(f"gossamer/{what}")) for what in ("workers", "workers-per-host"))
-            tickets = [self._now.add(TICKETS, 1) - 1 for _ in range(workers)]
+            tickets = [self._now.add(keys.TICKETS, 1) - 1 for _ in range(workers)]
             return Place(generation, address, size, per_host, [(ticket, ticket) for ticket in tickets])
         if self.first:
             self._now.set("gossamer/workers", str(workers * self._nodes))
             self._now.set("gossamer/workers-per-host", str(workers))
-            self._now.add(TICKETS, workers * self._nodes)
+            self._now.add(keys.TICKETS, workers * self._nodes)
         ranks = range(node * workers, (node + 1) * workers)
         return Place(generation, address, workers * self._nodes, workers, [(rank, rank) for rank in ranks])
 
     def _later_store(self, generation: int) -> str:
-        key = store_key(generation)
+        key = f"{keys.STORES}/{generation}"
         if self.first:
             self._now, port = self._listen(0)
             self._job.set(key, str(port))
@@ -212,25 +198,25 @@ class LauncherStore:
         """Say how many workers train here, and see what there is to know. ``joining``: tickets of those that have not joined yet."""
         asked = time.monotonic()
         self._signed += 1
-        self._job.set(f"{LAUNCHERS}/{self._number}", f"{self._signed} {training}")
+        self._job.set(f"{keys.LAUNCHERS}/{self._number}", f"{self._signed} {training}")
         launchers_run, workers_run = self._others()
-        failed = self._now.check([START_FAILED]) and not self._now.add(BEGAN, 0)
+        failed = self._now.check([keys.START_FAILED]) and not self._now.add(keys.BEGAN, 0)
         return News(
             asked,
             launchers_run,
             workers_run,
-            int(self._job.get(GENERATION)),
-            self._now.get(START_FAILED).decode() if failed else "",
-            self._now.check([START_REFUSED]),
-            frozenset(ticket for ticket in joining if self._now.check([trains_key(ticket)])),
+            int(self._job.get(keys.GENERATION)),
+            self._now.get(keys.START_FAILED).decode() if failed else "",
+            self._now.check([keys.START_REFUSED]),
+            frozenset(ticket for ticket in joining if self._now.check([f"{keys.TRAINS}/{ticket}"])),
         )
 
     def _others(self) -> tuple[bool, bool]:
         """Whether other launchers run, and whether these have workers that train. A host that has not come yet may have some."""
-        now, count = time.monotonic(), self._job.add(LAUNCHERS, 0)
+        now, count = time.monotonic(), self._job.add(keys.LAUNCHERS, 0)
         launchers, workers = False, count + 1 < self._nodes
         for number in (k for k in range(count + 1) if k != self._number):
-            key = f"{LAUNCHERS}/{number}"
+            key = f"{keys.LAUNCHERS}/{number}"
             value = self._job.get(key).decode() if self._job.check([key]) else ""
             if number not in self._signs or self._signs[number][0] != value:
                 self._signs[number] = (value, now)
@@ -241,10 +227,10 @@ class LauncherStore:
 
     def tell(self, ticket: int, why: str) -> None:
         """The other workers hear here first that a process has ended."""
-        while self._now.check([successor_key(ticket)]):
-            ticket = int(self._now.get(successor_key(ticket)))
-        self._now.set(ended_key(ticket), why)
-        self._now.add(ENDS, 1)
+        while self._now.check([f"{keys.SUCCESSOR}/{ticket}"]):
+            ticket = int(self._now.get(f"{keys.SUCCESSOR}/{ticket}"))
+        self._now.set(f"{keys.ENDED}/{ticket}", why)
+        self._now.add(keys.ENDS, 1)
 
     def plan(self, ticket: int, why: str, others_train: bool, may_start_all: bool) -> Plan:
         """What to do about a worker that has failed and may be started again.
@@ -256,23 +242,23 @@ class LauncherStore:
           do not fit together (``START_REFUSED``), that would be in vain.
         - All workers have diverged (``DIVERGED``): there is nothing to join.
         """
-        if self._now.check([DIVERGED]):
+        if self._now.check([keys.DIVERGED]):
             self.tell(ticket, why)
             return Plan("none")
-        began = self._now.add(BEGAN, 0) > 0
+        began = self._now.add(keys.BEGAN, 0) > 0
         others_train = others_train or self._others()[1]
-        if not self._now.check([wrapped_key(ticket)]) and (began or not self._now.check([START_FAILED])):
+        if not self._now.check([f"{keys.WRAPPED}/{ticket}"]) and (began or not self._now.check([keys.START_FAILED])):
             if others_train:
                 return Plan("alone", ticket)
-        elif not began and may_start_all and not self._now.check([START_REFUSED]):
+        elif not began and may_start_all and not self._now.check([keys.START_REFUSED]):
             self.start_all()
             return Plan("all")
         self.tell(ticket, why)
-        return Plan("alone", self._now.add(TICKETS, 1) - 1) if began and others_train else Plan("none")
+        return Plan("alone", self._now.add(keys.TICKETS, 1) - 1) if began and others_train else Plan("none")
 
     def start_all(self) -> None:
         """All launchers see the number rise, end their workers, and start them again."""
-        self._job.compare_set(GENERATION, str(self._generation), str(self._generation + 1))
+        self._job.compare_set(keys.GENERATION, str(self._generation), str(self._generation + 1))
 
 
 def _result(request: Callable[[], _T]) -> _T | GossamerError:
