@@ -43,10 +43,6 @@ Stage = Callable[[], Works]
 class Guard(Protocol):
     """Knows who is lost. Ranks are those of the link."""
 
-    @property
-    def blind(self) -> bool:
-        """Whether the members can't agree any more on who they are."""
-
     def losses(self, link: Link) -> Losses:
         """Which of its ranks, and which connections."""
 

@@ -93,13 +93,14 @@ def plan(round_: Round, p: int, process: int, quantized: bool = False, alike: bo
     weights = _sparse(round_)
     traffic = _traffic(weights, p, quantized)
     label = _components(traffic, p)
-    if not quantized and _slices(label, len(mine)) < _edges(traffic, p):
-        return _plan_slices(round_, weights, np.flatnonzero(label == label[process]).tolist(), len(mine))
+    tied = np.flatnonzero(label == label[process]).tolist()
+    if len(tied) == 1 and len(mine) == 1:
+        return Plan("none")
+    if len(tied) > 1 and not quantized and _slices(label, len(mine)) < _edges(traffic, p):
+        return _plan_slices(round_, weights, tied, len(mine))
     parcels = [(to, traffic[to, source]) for to, source in sorted(traffic)]
     sends = tuple(replace(parcel, peer=to) for to, parcel in parcels if parcel.peer == process)
     receives = tuple(parcel for to, parcel in parcels if to == process)
-    if not sends and not receives:
-        return _alone(weights, mine)
     block = weights[mine.start : mine.stop]
     return Plan("edges", sends, receives, block[:, mine.start : mine.stop], _remote(block, receives, len(mine)))
 
@@ -157,8 +158,6 @@ def _slices(label: np.ndarray, r: int) -> float:
 
 
 def _plan_slices(round_: Round, weights: scipy.sparse.csr_array, members: list[int], r: int) -> Plan:
-    if len(members) == 1:
-        return _alone(weights, range(members[0] * r, (members[0] + 1) * r))
     rows = [row for member in members for row in range(member * r, (member + 1) * r)]
     if len(rows) == round_.n:
         inner: Round = round_
@@ -167,14 +166,6 @@ def _plan_slices(round_: Round, weights: scipy.sparse.csr_array, members: list[i
     else:
         inner = general(weights[rows][:, rows])
     return Plan("slices", members=tuple(members), inner=inner)
-
-
-def _alone(weights: scipy.sparse.csr_array, mine: range) -> Plan:
-    """This process has nobody to talk to in this Round; its rows may still mix with each other."""
-    rows = slice(mine.start, mine.stop)
-    if len(mine) == 1:
-        return Plan("none")
-    return Plan("edges", local=weights[rows, rows], remote=scipy.sparse.csr_array((len(mine), 0)))
 
 
 def _remote(block: scipy.sparse.csr_array, receives: tuple[Parcel, ...], r: int) -> scipy.sparse.csr_array:
