@@ -52,7 +52,7 @@ class Run:
             now, rule = self.now, self.rule
             now.lr = self.lr if lr(now.t) is None else lr(now.t)
             self.optimizer.set_lr(now.lr)
-            now.round = self.graph.round(now.t)
+            now.graph, now.round = self.graph, self.graph.round(now.t)
             with torch.no_grad():
                 rule.before_forward(now)
                 self.block.grad.copy_(self.h * (self.x - self.a))

@@ -10,7 +10,7 @@ from gossamer.errors import GossamerError
 from gossamer.graphs.rounds import Groups, Mean, Permutation, Window
 from gossamer.rows.block import Block
 from gossamer.rows.mixing import mix, reference
-from gossamer.rows.vector import Parameters
+from gossamer.rows.vector import Gradients, Parameters
 from gossamer.transport.mixer import Mixer
 from tests.test_graphs import ANY_N, applicable
 
@@ -94,5 +94,6 @@ def test_mixer_swaps_the_mixed_rows_in():
     assert block.x[:, 0].tolist() == [0, 1, 2, 3]  # x_t is still there until the result is used
     transfer.into(x)
     assert block.x[:, 0].tolist() == [1.5] * 4
-    mixer.mean_(block.grad)
+    grad = Gradients([block])
+    mixer.start(Mean(4), 0, grad, alike=True).into(grad)
     assert block.grad.abs().sum() == 0

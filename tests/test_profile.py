@@ -10,6 +10,7 @@ from hypothesis.extra.numpy import arrays
 
 from gossamer.rows import profile
 from gossamer.rows.replicas import Replicas
+from gossamer.transport.mixer import Mixer
 from tests.models import Cnn, mlp
 
 
@@ -65,8 +66,8 @@ def test_norms_and_consensus_distance():
     torch.testing.assert_close(norms, expected)
     flat = torch.stack([torch.cat([p.flatten() for p in row]) for row in modules]).double()
     distance = ((flat - flat.mean(0)) ** 2).sum(1).mean().sqrt()
-    assert profile.consensus_distance(replicas) == pytest.approx(float(distance), rel=1e-5)
+    assert profile.consensus_distance(replicas, Mixer(5)) == pytest.approx(float(distance), rel=1e-5)
 
 
 def test_equal_replicas_are_at_distance_exactly_zero():
-    assert profile.consensus_distance(Replicas(mlp, 7, seed=1)) == 0
+    assert profile.consensus_distance(Replicas(mlp, 7, seed=1), Mixer(7)) == 0

@@ -89,8 +89,7 @@ class AccumAdam(torch.optim.Optimizer):
                 self._begin(p)
             if group["foreach"] is False:
                 for p in trained:
-                    state = self.state[p]
-                    reference(p, p.grad, state, group, self._decoupled)
+                    reference(p, p.grad, self.state[p], group, self._decoupled)
             else:
                 self._foreach(trained, group)
         return loss
@@ -130,15 +129,9 @@ class AccumAdamW(AccumAdam):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        *,
-        accum_iter: int = 4,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        **refused: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            params, lr, betas, eps, weight_decay, accum_iter=accum_iter, foreach=foreach, maximize=maximize, **refused
-        )
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
 
 
 def reference(p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any], decoupled: bool) -> None:

@@ -67,9 +67,9 @@ class _Place:
     """Where an optimizer's parameter lies: rows and columns of a block, or one tensor of one replica."""
 
     block: Block
-    row: int | None  # None: all rows
-    start: int
-    end: int
+    row: int | None = None  # None: all rows
+    start: int = 0
+    end: int = 0
     tensor: int | None = None  # position among the slots
 
     def view(self, flat: Tensor) -> Tensor:
@@ -101,50 +101,47 @@ class BlockOptimizer:
         replicas, kind = self.replicas, self.recipe.kind()
         self._params: list[tuple[nn.Parameter, _Place]] = []
         if kind.__name__ in _ELEMENTWISE or kind in _OURS.values():
-            shares = [self._elementwise(replicas)]
+            shares = [self._rows()]
         else:
-            shares = [self._one_replica(replicas, i) for i in range(replicas.r)]
-        self.optimizers = [self._make(kind, groups) for groups in shares]
+            shares = [self._tensors(i) for i in range(replicas.r)]
+        self.optimizers = [self._make(kind, places) for places in shares]
 
-    def _make(self, kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def _make(self, kind: type[torch.optim.Optimizer], places: list[tuple[_Place, bool]]) -> torch.optim.Optimizer:
+        """``places``: each with whether weight decay spares it."""
+        decayed: dict[str, Any] = {"params": []}
+        spared: dict[str, Any] = {"params": [], "weight_decay": 0.0}
+        for place, without in places:
+            param = nn.Parameter(place.view(place.block.x))
+            param.grad = place.view(place.block.grad)
+            self._params.append((param, place))
+            (spared if without else decayed)["params"].append(param)
         try:
+            groups = [group for group in (decayed, spared) if group["params"]]
             return kind(groups, lr=self.recipe.lr, **self._options)  # type: ignore[call-arg]
         except (TypeError, ValueError) as error:
             raise GossamerError(f"optimizer {self.recipe.name!r} does not take these options: {error}") from None
 
-    def _elementwise(self, replicas: Replicas) -> list[dict[str, Any]]:
+    def _rows(self) -> list[tuple[_Place, bool]]:
+        """All rows of each block; or, where weight decay spares some columns, row by row, because a range of columns over several rows
+        has gaps, and torch's fused CPU kernels run over gaps as if they were not there."""
+        blocks = self.replicas.blocks
         if not self.recipe.spare_norms:
-            return [{"params": [self._param(_Place(block, None, 0, 0)) for block in replicas.blocks]}]
-        decayed: list[nn.Parameter] = []
-        spared: list[nn.Parameter] = []
-        # Row by row, because a range of columns over several rows has gaps, and torch's fused CPU kernels run over gaps
-        # as if they were not there.
-        for block in replicas.blocks:
-            for row in range(block.r):
-                for group, start, end in ((decayed, 0, block.decayed), (spared, block.decayed, block.x.shape[1])):
-                    if end > start:
-                        group.append(self._param(_Place(block, row, start, end)))
-        return self._groups(decayed, spared)
+            return [(_Place(block), False) for block in blocks]
+        return [
+            (_Place(block, row, start, end), spared)
+            for block in blocks
+            for row in range(block.r)
+            for start, end, spared in ((0, block.decayed, False), (block.decayed, block.x.shape[1], True))
+            if end > start
+        ]
 
-    def _one_replica(self, replicas: Replicas, i: int) -> list[dict[str, Any]]:
-        decayed: list[nn.Parameter] = []
-        spared: list[nn.Parameter] = []
-        for block in replicas.blocks:
-            for k, slot in enumerate(block.slots):
-                group = spared if self.recipe.spare_norms and slot.spared else decayed
-                group.append(self._param(_Place(block, i, 0, 0, k)))
-        return self._groups(decayed, spared)
-
-    @staticmethod
-    def _groups(decayed: list[nn.Parameter], spared: list[nn.Parameter]) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
-        return [group for group in groups if group["params"]]
-
-    def _param(self, place: _Place) -> nn.Parameter:
-        param = nn.Parameter(place.view(place.block.x))
-        param.grad = place.view(place.block.grad)
-        self._params.append((param, place))
-        return param
+    def _tensors(self, i: int) -> list[tuple[_Place, bool]]:
+        """Each tensor of one replica."""
+        return [
+            (_Place(block, i, tensor=k), self.recipe.spare_norms and slot.spared)
+            for block in self.replicas.blocks
+            for k, slot in enumerate(block.slots)
+        ]
 
     def set_lr(self, lr: float) -> None:
         for optimizer in self.optimizers:

@@ -35,9 +35,7 @@ class Fault(NamedTuple):
 def finite(row: Tensor) -> bool:
     if not row.numel() or math.isfinite(row.sum()):
         return True
-    least, most = torch.aminmax(
-        row
-    )  # large numbers may have a sum that is not finite; what is no number makes both of these so
+    least, most = torch.aminmax(row)  # large numbers may have a sum that is not finite; NaN makes both of these so
     return math.isfinite(least) and math.isfinite(most)
 
 

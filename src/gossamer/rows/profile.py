@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gossamer.rows.block import Block
+from gossamer.rows.flat import Flat
+from gossamer.rows.replicas import Replicas
 
 MEASURES = ("gini", "iod", "cv", "qcd")
 _ROWS = 8  # rows at a time, so that temporaries stay in the cache
@@ -39,16 +40,6 @@ class Profile:
         return dispersion(self.norms)
 
 
-class Rows(Protocol):
-    """What is looked at: Replicas, or the one row of a worker."""
-
-    @property
-    def r(self) -> int: ...
-
-    @property
-    def blocks(self) -> list[Block]: ...
-
-
 class Across(Protocol):
     """Over all processes."""
 
@@ -57,24 +48,11 @@ class Across(Protocol):
     def gather(self, rows: Tensor) -> Tensor: ...
 
 
-class _Here:
-    """There is one process."""
-
-    def mean(self, row: Tensor, what: str) -> Tensor:
-        return row
-
-    def gather(self, rows: Tensor) -> Tensor:
-        return rows
-
-
-_HERE = _Here()
-
-
-def take(replicas: Rows, step: int, epoch: int, received: int, mixer: Across = _HERE) -> Profile:
+def take(replicas: Replicas | Flat, step: int, epoch: int, received: int, mixer: Across) -> Profile:
     return Profile(step, epoch, mixer.gather(norms(replicas)), consensus_distance(replicas, mixer), received)
 
 
-def norms(replicas: Rows) -> Tensor:
+def norms(replicas: Replicas | Flat) -> Tensor:
     """``[r, tensors]``, columns in the order of ``replicas.slots``."""
     columns = [
         torch.linalg.vector_norm(block.x[:, slot.start : slot.start + slot.numel], dim=1)
@@ -84,7 +62,7 @@ def norms(replicas: Rows) -> Tensor:
     return torch.stack([column.float() for column in columns], dim=1).cpu()
 
 
-def consensus_distance(replicas: Rows, mixer: Across = _HERE) -> float:
+def consensus_distance(replicas: Replicas | Flat, mixer: Across) -> float:
     """sqrt of the mean over replicas of ‖x_i - x̄‖²."""
     total = torch.zeros(1, dtype=torch.float64)
     for block in replicas.blocks:

@@ -53,8 +53,8 @@ class Replicas:
         self.vmap_randomness = vmap_randomness
         self.timings: dict[str, float] = {}  # seconds per replica that `auto` saw
         self.template = self._built(build, 0 if init == "same" else first).to(self.device)
-        self._params = dict(self.template.named_parameters())
-        trainable = {name: p for name, p in self._params.items() if p.requires_grad}
+        params = dict(self.template.named_parameters())
+        trainable = {name: p for name, p in params.items() if p.requires_grad}
         spared = decay.spared(self.template)
         by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter, bool]]] = {}
         for name, p in trainable.items():
@@ -64,7 +64,7 @@ class Replicas:
         places = {slot.name: (block, k) for block in self.blocks for k, slot in enumerate(block.slots)}
         self._in_order = [places[name] for name in trainable]  # the module's own order
         # What is not trained: buffers (each replica its own) and frozen parameters (one copy, seen r times).
-        self.frozen = {name: p.detach() for name, p in self._params.items() if not p.requires_grad}
+        self.frozen = {name: p.detach() for name, p in params.items() if not p.requires_grad}
         self.buffers = {name: b.detach().expand(r, *b.shape).clone() for name, b in self.template.named_buffers()}
         self._buffer_rows = {name: stacked.unbind(0) for name, stacked in self.buffers.items()}
         owners = dict(self.template.named_modules())
@@ -75,14 +75,13 @@ class Replicas:
             (owners[n.rpartition(".")[0]]._buffers, n.rpartition(".")[2], first_name[id(b)]) for n, b in everywhere
         ]
         self.replaces_buffers = False  # found out by the loop: forward assigns a new tensor instead of changing the old one
-        for i in range(r):
-            if i > 0 and init == "different":
-                self._fill(i, self._built(build, first + i).to(self.device))
-            elif i == 0:
-                self._fill(0, self.template)
+        self._fill(0, self.template)
         if init == "same":
             for block in self.blocks:
-                block.x.copy_(block.x[:1].clone().expand_as(block.x))
+                block.x[1:] = block.x[:1]
+        else:
+            for i in range(1, r):
+                self._fill(i, self._built(build, first + i).to(self.device))
         self._point_at(0)
 
     @property
@@ -215,11 +214,16 @@ class Replicas:
     @contextlib.contextmanager
     def replica(self, i: int) -> Iterator[nn.Module]:
         """Replica i as an ordinary module, in evaluation mode, for as long as the block lasts."""
-        was_training = self.template.training
         self._point_at(i)
+        with self._evaluating():
+            yield self.template
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        was_training = self.template.training
         self.template.eval()
         try:
-            yield self.template
+            yield
         finally:
             self.template.train(was_training)
 
@@ -244,17 +248,15 @@ class Replicas:
     def averaged(self, across: Across = lambda row: row) -> Iterator[nn.Module]:
         """The averaged model as an ordinary module, in evaluation mode, for as long as the block lasts."""
         state = self.mean_state(across)
-        was_training = self.template.training
         for params, block in zip(self._trainable, self.blocks, strict=True):
             for p, slot in zip(params, block.slots, strict=True):
                 p.data = state[slot.name]
         for place, key, name in self._buffer_places:
             place[key] = state[name]
-        self.template.eval()
         try:
-            yield self.template
+            with self._evaluating():
+                yield self.template
         finally:
-            self.template.train(was_training)
             self._point_at(0)
 
     # --- Storage ---------------------------------------------------------------------------------------------------------

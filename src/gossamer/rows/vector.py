@@ -110,32 +110,31 @@ class Vector:
         return Vector([tensor[rows] for tensor in self.tensors], self.numels)
 
 
-class Parameters(Vector):
-    """The rows of blocks, wherever these keep them now. ``in_place``: they stay where they are, because a person's module shows them;
-    otherwise what was mixed into a spare buffer becomes the current one."""
+class _OfBlocks(Vector):
+    """Rows of blocks, wherever these keep them now."""
 
-    def __init__(self, blocks: list[Block], in_place: bool) -> None:
-        self.blocks, self.in_place = blocks, in_place
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [block.x for block in self.blocks]
+    def __init__(self, blocks: list[Block]) -> None:
+        self.blocks = blocks
 
     @property
     def numels(self) -> list[int]:  # type: ignore[override]
         return [block.numel for block in self.blocks]
 
 
-class Gradients(Vector):
-    """Of blocks, wherever these keep them now."""
+class Parameters(_OfBlocks):
+    """``in_place``: they stay where they are, because a person's module shows them; otherwise what was mixed into a spare buffer becomes
+    the current one."""
 
-    def __init__(self, blocks: list[Block]) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: list[Block], in_place: bool) -> None:
+        super().__init__(blocks)
+        self.in_place = in_place
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [block.grad for block in self._blocks]
+        return [block.x for block in self.blocks]
 
+
+class Gradients(_OfBlocks):
     @property
-    def numels(self) -> list[int]:  # type: ignore[override]
-        return [block.numel for block in self._blocks]
+    def tensors(self) -> list[Tensor]:
+        return [block.grad for block in self.blocks]

@@ -7,7 +7,6 @@ bfloat16, and 8 bits (``codec.py``), for differences: parameters themselves woul
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import torch
@@ -17,32 +16,20 @@ from gossamer.errors import GossamerError
 from gossamer.rows import codec
 
 
-class Wire(ABC):
-    """``turn``: a number that stands for the step and the replica, for wires that round at random (see ``codec.turn``)."""
+class Wire:
+    """This one: each row as it is. ``turn``: a number that stands for the step and the replica, for wires that round at random
+    (see ``codec.turn``)."""
 
-    name: ClassVar[str]
-    code: ClassVar[torch.dtype]  # what the encoded row consists of
+    name: ClassVar[str] = "float32"
+    code: ClassVar[torch.dtype] = torch.float32  # what the encoded row consists of
 
-    @abstractmethod
     def share(self, dtype: torch.dtype) -> float:
         """What a row weighs on the wire against one in its own precision; 1: it travels as it is."""
+        return 1.0
 
     def width(self, columns: int) -> int:
         """Elements of the encoded row."""
         return columns
-
-    @abstractmethod
-    def encode(self, row: Tensor, code: Tensor, turn: int) -> None: ...
-
-    @abstractmethod
-    def decode(self, code: Tensor, row: Tensor) -> None: ...
-
-
-class Exact(Wire):
-    name, code = "float32", torch.float32
-
-    def share(self, dtype: torch.dtype) -> float:
-        return 1.0
 
     def encode(self, row: Tensor, code: Tensor, turn: int) -> None:
         code.copy_(row)
@@ -51,7 +38,7 @@ class Exact(Wire):
         row.copy_(code)
 
 
-class BFloat16(Exact):
+class BFloat16(Wire):
     """Rounded to the nearest; rows of half precision travel as they are."""
 
     name, code = "bfloat16", torch.bfloat16
@@ -78,7 +65,7 @@ class EightBits(Wire):
         codec.decode(code, row)
 
 
-EXACT, BFLOAT16, EIGHT_BITS = Exact(), BFloat16(), EightBits()
+EXACT, BFLOAT16, EIGHT_BITS = Wire(), BFloat16(), EightBits()
 ANY_METHOD = (EXACT, BFLOAT16)  # in which parameters may travel, whatever the method
 WIRES: dict[str, Wire] = {wire.name: wire for wire in (EXACT, BFLOAT16, EIGHT_BITS)}
 
@@ -89,6 +76,5 @@ def wire(name: str | Wire, among: tuple[Wire, ...]) -> Wire:
         return name
     known = {one.name: one for one in among}
     if name not in known:
-        shown = " or ".join(map(repr, known))
-        raise GossamerError(f"wire={name!r} is not known; rows travel as {shown}")
+        raise GossamerError(f"wire={name!r} is not known; rows travel as {' or '.join(map(repr, known))}")
     return known[name]

@@ -23,21 +23,24 @@ from torch import Tensor
 
 from gossamer.errors import GossamerError
 from gossamer.transport import waiting
-from gossamer.transport.link import Link, Message, Tag
-from gossamer.transport.operation import Guard, Operation, Stage, Traffic, Waiter, Works, first_line
+from gossamer.transport.link import Link, Message, Tag, Works
+from gossamer.transport.operation import Guard, Operation, Stage, Traffic, Waiter, first_line
 from gossamer.transport.routes import columns
 
 _KINDS = {"mean()": 1, "consensus()": 2, "average_()": 3, "save()": 4, "load()": 5, "profile": 6, "uneven()": 7}
 _LATER = 64  # collectives of a link before its epoch begins are counted from 0, those after from here: newcomers know nothing of the first
 _BLIND = 8  # marks messages of when nobody knows who takes part; there are no further epochs then
 
+Parcels = Sequence[tuple[int, Tensor]]  # a peer, and rows ``[count, D]`` (or one, ``[D]``) to or from it
+Messages = tuple[list[Message], list[Message]]  # to send, and to receive
+
 
 class Between(NamedTuple):
     """See :meth:`Exchange.slices`."""
 
     prepare: Callable[[Tensor], object]
-    outgoing: list[tuple[int, Tensor]]
-    incoming: list[tuple[int, Tensor]]
+    outgoing: Parcels
+    incoming: Parcels
 
 
 class Exchange:
@@ -78,21 +81,14 @@ class Exchange:
 
     # --- The two verbs ---------------------------------------------------------------------------------------------------
 
-    def edges(
-        self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], tag: Tag, what: str = "step"
-    ) -> Operation:
-        """Rows ``[count, D]`` (or one, ``[D]``) to and from peers."""
-        return self._start(
-            Operation(self, what, tag), self._messages(outgoing, tag, True), self._messages(incoming, tag, False)
-        )
+    def edges(self, outgoing: Parcels, incoming: Parcels, tag: Tag, what: str = "step", later: bool = False) -> Operation:
+        """Rows to and from peers. ``later``: see :meth:`_start`."""
+        operation = Operation(self, what, tag)
+        return self._start(operation, self._messages(operation, outgoing, incoming), later=later)
 
-    def edges_apart(
-        self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], tag: Tag
-    ) -> tuple[Operation, Operation]:
+    def edges_apart(self, outgoing: Parcels, incoming: Parcels, tag: Tag) -> tuple[Operation, Operation]:
         """As :meth:`edges`, but what leaves and what arrives are waited for apart: a slow receiver does not hold us."""
-        out, into = self._messages(outgoing, tag, True), self._messages(incoming, tag, False)
-        arrivals = self._start(Operation(self, "step", tag), [], into)
-        departures = self._start(Operation(self, "step", tag), out, [], later=True)
+        arrivals, departures = self.edges([], incoming, tag), self.edges(outgoing, [], tag, later=True)
         self._departures = [operation for operation in self._departures if not operation.done.is_set()] + [departures]
         _open.add(self)
         return departures, arrivals
@@ -123,33 +119,30 @@ class Exchange:
         x, y = scratch or tuple(rows.new_empty(2, len(members) * r, mine.stop - mine.start))
         others = [(k, peer) for k, peer in enumerate(members) if k != me]
         place = {k: slice(k * r, (k + 1) * r) for k in range(len(members))}
-        out_1 = self._messages([(peer, rows[:, owned[k]]) for k, peer in others], tag, True)
-        in_1 = self._messages([(peer, x[place[k]]) for k, peer in others], tag, False)
-        out_2 = self._messages([(peer, y[place[k]]) for k, peer in others], tag, True)
-        in_2 = self._messages([(peer, out[:, owned[k]]) for k, peer in others], tag, False)
-        self._count(out_2, in_2)
-        kept = out_2 + in_2
+        to_owners = self._messages(
+            operation, [(peer, rows[:, owned[k]]) for k, peer in others], [(peer, x[place[k]]) for k, peer in others]
+        )
+        back = self._messages(
+            operation, [(peer, y[place[k]]) for k, peer in others], [(peer, out[:, owned[k]]) for k, peer in others]
+        )
         x[place[me]].copy_(rows[:, mine])
 
         def give_back() -> Works:
             if x.shape[1]:
                 apply(x, y)
                 out[:, mine].copy_(y[place[me]])
-            return self._post(operation, out_2, in_2)
+            return self._post(operation, back)
 
         later: list[Stage] = [give_back]
         if between is not None:
-            prepare = between.prepare
-            out_b, in_b = self._messages(between.outgoing, tag, True), self._messages(between.incoming, tag, False)
-            self._count(out_b, in_b)
-            kept += out_b + in_b
+            prepare, elsewhere = between.prepare, self._messages(operation, between.outgoing, between.incoming)
 
             def meet() -> Works:
                 prepare(x)
-                return self._post(operation, out_b, in_b)
+                return self._post(operation, elsewhere)
 
             later.insert(0, meet)
-        return self._start(operation, out_1, in_1, later, kept)
+        return self._start(operation, to_owners, later)
 
     def owned(self, width: int, members: Sequence[int], unit: int = 1) -> slice:
         """The columns that are mine."""
@@ -167,10 +160,13 @@ class Exchange:
             nonlocal everyone
             everyone = poisoned(row, self.size)
             everyone[self.rank] = row
-            others = [q for q in range(self.size) if q != self.rank]
-            return self.edges([(q, row) for q in others], [(q, everyone[q]) for q in others], self.collective_tag(what), what)
+            return self._to_all(row, everyone, what)
 
         return everyone if self.complete(start, what) else self.reachable(row, what)
+
+    def _to_all(self, row: Tensor, everyone: Tensor, what: str) -> Operation:
+        others = [q for q in range(self.size) if q != self.rank]
+        return self.edges([(q, row) for q in others], [(q, everyone[q]) for q in others], self.collective_tag(what), what)
 
     def complete(
         self,
@@ -212,14 +208,13 @@ class Exchange:
 
     def _acknowledged(self, whole: bool, what: str) -> bool:
         """All workers tell all others whether it came. Returns whether it came everywhere."""
-        others = [q for q in range(self.size) if q != self.rank]
-        mine, theirs = torch.tensor([whole], dtype=torch.uint8), torch.zeros(self.size, 1, dtype=torch.uint8)
-        theirs[self.rank] = whole
-        operation = self.edges([(q, mine) for q in others], [(q, theirs[q]) for q in others], self.collective_tag(what), what)
+        came = torch.zeros(self.size, 1, dtype=torch.uint8)
+        came[self.rank] = whole
+        operation = self._to_all(came[self.rank], came, what)
         if not whole:
             return False  # others may be a collective behind, and wait for this worker's vote: they are not waited for
         operation.wait()
-        return operation.lost.isdisjoint(self.living) and bool(theirs.all())
+        return operation.lost.isdisjoint(self.living) and bool(came.all())
 
     def reachable(self, row: Tensor, what: str) -> Tensor:
         """The rows of those whom I can reach, mine among them, ``[some, …]`` in the order of ranks. For when the members can't agree any
@@ -259,37 +254,33 @@ class Exchange:
 
     # --- Underneath ------------------------------------------------------------------------------------------------------
 
-    def _messages(self, parcels: Sequence[tuple[int, Tensor]], tag: Tag, send: bool) -> list[Message]:
+    def _messages(self, operation: Operation, outgoing: Parcels, incoming: Parcels) -> Messages:
         """The rows in messages of at most ``chunk`` bytes. Both ends count the parts of a step in the same order."""
+        tag = operation.tag
         current = self._parts.get(tag.collective)
         if current is None or current[0] != tag:
             current = self._parts[tag.collective] = (tag, {})
         numbers = current[1]
-        messages: list[Message] = []
-        for peer, rows in parcels:
-            part = numbers.get((peer, send), 0)
-            for row in rows.unbind(0) if rows.ndim == 2 else (rows,):
-                for piece in row.split(max(1, self.chunk // row.element_size())) if row.numel() else ():
-                    messages.append(Message(self.living[peer], tag.part(part), piece))
-                    part += 1
-            numbers[peer, send] = part
-        return messages
+        sent: list[Message] = []
+        received: list[Message] = []
+        for send, made, parcels in ((True, sent, outgoing), (False, received, incoming)):
+            for peer, rows in parcels:
+                part = numbers.get((peer, send), 0)
+                for row in rows.unbind(0) if rows.ndim == 2 else (rows,):
+                    for piece in row.split(max(1, self.chunk // row.element_size())) if row.numel() else ():
+                        made.append(Message(self.living[peer], tag.part(part), piece))
+                        part += 1
+                numbers[peer, send] = part
+            operation.kept += made
+        self.traffic.sent += sum(m.tensor.nbytes for m in sent)
+        self.traffic.received += sum(m.tensor.nbytes for m in received)
+        return sent, received
 
-    def _start(
-        self,
-        operation: Operation,
-        outgoing: list[Message],
-        incoming: list[Message],
-        then: Sequence[Stage] = (),
-        more: Sequence[Message] = (),
-        later: bool = False,
-    ) -> Operation:
+    def _start(self, operation: Operation, messages: Messages, then: Sequence[Stage] = (), later: bool = False) -> Operation:
         """Post the messages at once; waiting, and what comes ``then``, is left to a thread (see ``operation.py``). ``later``: it only
         starts to wait when someone waits for it."""
-        operation.kept = [*outgoing, *incoming, *more]
-        self._count(outgoing, incoming)
         if self._stream is not None:
-            self._on_stream(operation, outgoing, incoming, then)
+            self._on_stream(operation, messages, then)
             return operation
         losses = waiting.NONE if self.guard is None else self.guard.losses(operation.link)
         if losses is not waiting.NONE:  # in nearly every step nothing is lost
@@ -300,7 +291,7 @@ class Exchange:
                 operation.land()
                 return operation
         try:
-            works = self._post(operation, outgoing, incoming)
+            works = self._post(operation, messages)
         except RuntimeError as error:
             operation.peer = getattr(error, "peer", operation.peer)
             raise operation.failure(first_line(error)) from None
@@ -313,24 +304,20 @@ class Exchange:
             self.submit(operation)
         return operation
 
-    def _post(self, operation: Operation, outgoing: list[Message], incoming: list[Message]) -> Works:
+    def _post(self, operation: Operation, messages: Messages) -> Works:
         if self.guard is None:
-            return operation.link.post(outgoing, incoming)
+            return operation.link.post(*messages)
         before = set(operation.lost)
-        works = operation.link.post(outgoing, incoming, operation.lost)
+        works = operation.link.post(*messages, operation.lost)
         for peer in operation.lost - before:
             self.guard.lose(operation.link, peer, "the connection is closed")
         return works
 
-    def _count(self, outgoing: list[Message], incoming: list[Message]) -> None:
-        self.traffic.sent += sum(m.tensor.nbytes for m in outgoing)
-        self.traffic.received += sum(m.tensor.nbytes for m in incoming)
-
-    def _on_stream(self, operation: Operation, outgoing: list[Message], incoming: list[Message], then: Sequence[Stage]) -> None:
+    def _on_stream(self, operation: Operation, messages: Messages, then: Sequence[Stage]) -> None:
         """On a GPU the stream waits, not the host, so nothing needs a thread."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for stage in (lambda: self.link.post(outgoing, incoming), *then):
+            for stage in (lambda: self.link.post(*messages), *then):
                 for _, work in stage():
                     work.wait()
         operation.event = self._stream.record_event()

@@ -61,6 +61,9 @@ class Message(NamedTuple):
     tensor: Tensor
 
 
+Works = list[tuple[int, Any]]  # (peer, what there is to wait for)
+
+
 @dataclass(frozen=True)
 class Tag:
     """31 bits, as gloo takes them: 4 of the epoch, 1 for a collective, 10 of the step (or 7 of the collective's number and 3 of its
@@ -141,10 +144,8 @@ class Link:
         """Whether waiting is done by the device's streams, not by the host."""
         return False
 
-    def post(
-        self, outgoing: Sequence[Message], incoming: Sequence[Message], lost: set[int] | None = None
-    ) -> list[tuple[int, Any]]:
-        """Start to send and to receive; returns ``(peer, work)`` pairs to wait for. The tensors must stay as they are.
+    def post(self, outgoing: Sequence[Message], incoming: Sequence[Message], lost: set[int] | None = None) -> Works:
+        """Start to send and to receive. The tensors must stay as they are.
         ``lost``: peers to leave out; who turns out to be gone is added to it, and is no error then."""
         works = []
         for verb, messages in ((self._group.recv, incoming), (self._group.send, outgoing)):
@@ -282,9 +283,7 @@ class Alone(Link):
     def _open(self) -> Any:
         return None
 
-    def post(
-        self, outgoing: Sequence[Message], incoming: Sequence[Message], lost: set[int] | None = None
-    ) -> list[tuple[int, Any]]:
+    def post(self, outgoing: Sequence[Message], incoming: Sequence[Message], lost: set[int] | None = None) -> Works:
         assert not outgoing
         assert not incoming
         return []
@@ -311,9 +310,7 @@ class BatchLink(Link):
     def wait(self, work: Any) -> None:
         work.wait()
 
-    def post(
-        self, outgoing: Sequence[Message], incoming: Sequence[Message], lost: set[int] | None = None
-    ) -> list[tuple[int, Any]]:
+    def post(self, outgoing: Sequence[Message], incoming: Sequence[Message], lost: set[int] | None = None) -> Works:
         ops = [dist.P2POp(dist.irecv, m.tensor, m.peer, self._group) for m in incoming]
         ops += [dist.P2POp(dist.isend, m.tensor, m.peer, self._group) for m in outgoing]
         peer = (incoming or outgoing)[0].peer if ops else -1

@@ -7,6 +7,7 @@ the process computes. A caller never knows how many processes there are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,23 +59,24 @@ class Mixer:
         """Bytes of this Round per replica, as ``Round.cost`` defines them, with what the wire saves and a look costs."""
         total = 0
         for vector in vectors:
-            sizes = [(numel, tensor.dtype.itemsize) for numel, tensor in zip(vector.numels, vector.tensors, strict=True)]
-            whole = sum(numel * size for numel, size in sizes)
+            whole = sum(numel * x.dtype.itemsize for numel, x in zip(vector.numels, vector.tensors, strict=True))
             if wire is not None:
                 total += round(round_.degree * wire.share(torch.float32) * whole)
                 continue
-            if isinstance(vector, Parameters) and self._looks(round_) and self.probe is not None:
-                total += self.probe.cost(vector.tensors[0].shape[1], round_.n)
+            probe = self._probe(vector, round_)
+            if probe is not None:
+                total += probe.cost(vector.tensors[0].shape[1], round_.n)
             if not _in_few_bits(round_):
                 total += round_.cost(whole, self.wire.share(torch.float32))
-            elif not self._movements or not isinstance(vector, Parameters):
-                total += Mean(round_.n).cost(whole)
+            elif self._movements and isinstance(vector, Parameters):
+                total += round_.cost(torch.float32.itemsize * sum(vector.numels))
             else:
-                total += round_.cost(torch.float32.itemsize * sum(numel for numel, _ in sizes))
+                total += Mean(round_.n).cost(whole)
         return total
 
-    def _looks(self, round_: Round) -> bool:
-        return self.probe is not None and isinstance(round_, Mean) and round_.n > 1
+    def _probe(self, vector: Vector, round_: Round) -> Probe | None:
+        """If there is one, and it looks at this."""
+        return self.probe if isinstance(vector, Parameters) and isinstance(round_, Mean) and round_.n > 1 else None
 
     # --- Start ------------------------------------------------------------------------------------------------------------
 
@@ -89,13 +91,13 @@ class Mixer:
             ]
             for vector in vectors
         ]
-        return Transfer(self, vectors, parts)
+        return Transfer(self, parts)
 
     def _start(self, part: Part, always: bool, alike: bool) -> Part:
         round_, x = part.round, part.x
         share = part.wire.share(x.dtype)
         rounded = share < 1 and not alike and (always or round_.verb(share) == "edges")
-        few = isinstance(part.vector, Parameters) and _in_few_bits(round_) and not always
+        few = part.block is not None and _in_few_bits(round_) and not always
         movement = self._movements.get(part.k) if few else None
         if self.exchange is None:
             self._look(part, None)
@@ -118,28 +120,34 @@ class Mixer:
     def _mix_here(self, part: Part, rounded: bool) -> None:
         """In one process the result is there at once."""
         x, vector = part.x, part.vector
-        block = vector.blocks[part.k] if isinstance(vector, Parameters) and not vector.in_place else None
+        block = part.block if isinstance(vector, Parameters) and not vector.in_place else None
         if isinstance(part.round, Mean) and block is None and not rounded:
             part.result = torch.mean(x, dim=0, keepdim=True)
             return
-        part.out = self._take(part, x.shape, x.dtype) if block is None else block.spare
+        part.result = self._take(part, x.shape, x.dtype) if block is None else block.spare
         if rounded:
-            part.snapshot = self._encoded(part)
-            x = part.decoded(part.snapshot)
-        mixing.mix(part.round, x, part.out)
+            self._encode(part)
+        mixing.mix(part.round, part.sent, part.result)
 
-    def _encoded(self, part: Part) -> Tensor:
+    def _encode(self, part: Part) -> None:
         """The rows as the wire has them."""
         x, wire = part.x, part.wire
-        code = self._take(part, (len(x), wire.width(x.shape[1])), wire.code)
-        for k, (row, out) in enumerate(zip(x, code, strict=True)):
-            wire.encode(row, out, codec.turn(part.step, self.rows.start + k))
-        return code
+        part.snapshot = self._take(part, (len(x), wire.width(x.shape[1])), wire.code)
+        for k, (row, code) in enumerate(zip(x, part.snapshot, strict=True)):
+            wire.encode(row, code, codec.turn(part.step, self.rows.start + k))
+
+    def _copy(self, part: Part) -> Tensor:
+        """What is sent: a copy of parameters, or the rows as they are."""
+        if self.send_copy and part.block is not None:
+            part.snapshot = self._take(part, part.x.shape, part.x.dtype).copy_(part.x)
+            return part.snapshot
+        return part.x
 
     def _look(self, part: Part, tag: Tag | None) -> None:
-        if self.probe is not None and self._probed is None and isinstance(part.vector, Parameters) and self._looks(part.round):
-            self._probed = part.vector.blocks[part.k], part.step
-            self.probe.start(self._probed[0], tag)
+        probe, block = self._probe(part.vector, part.round), part.block
+        if probe is not None and block is not None and self._probed is None:
+            self._probed = block, part.step
+            probe.start(block, tag)
 
     def see(self) -> None:
         """What was looked at has arrived."""
@@ -149,11 +157,13 @@ class Mixer:
 
     def _start_edges(self, part: Part, tag: Tag, rounded: bool) -> None:
         assert self.exchange is not None
-        x, source = part.x, part.x
-        dtype, width = (part.wire.code, part.wire.width(x.shape[1])) if rounded else (x.dtype, x.shape[1])
-        if rounded or self._copies(part):
+        x = part.x
+        if rounded or (self.send_copy and part.block is not None):
             self._wait_for_departures(part.step)
-            source = part.snapshot = self._encoded(part) if rounded else self._take(part, x.shape, dtype).copy_(x)
+        if rounded:
+            self._encode(part)
+        source = self._copy(part) if part.snapshot is None else part.snapshot
+        dtype, width = source.dtype, source.shape[1]
         outgoing: list[tuple[int, Tensor]] = []
         for parcel in part.plan.sends:
             local = [row - self.rows.start for row in parcel.rows]
@@ -172,20 +182,11 @@ class Mixer:
             part.operation = self.exchange.edges(outgoing, incoming, tag)
             return
         departure, part.operation = self.exchange.edges_apart(outgoing, incoming, tag)
-        kept = next(k for k, held in enumerate(part.held) if held.data_ptr() == part.snapshot.data_ptr())
-        self._departures.append((part.step, departure, part.held.pop(kept)))
-
-    def _copies(self, part: Part) -> bool:
-        return self.send_copy and isinstance(part.vector, Parameters)
-
-    def _sent(self, part: Part) -> Tensor:
-        if self._copies(part):
-            part.snapshot = self._take(part, part.x.shape, part.x.dtype).copy_(part.x)
-        return part.x if part.snapshot is None else part.snapshot
+        self._departures.append((part.step, departure, part.held.pop(0)))  # the snapshot's buffer was taken first
 
     def _start_slices(self, part: Part, tag: Tag) -> None:
         assert self.exchange is not None
-        rows, members, dtype = self._sent(part), part.plan.members, part.x.dtype
+        rows, members, dtype = self._copy(part), part.plan.members, part.x.dtype
         if part.plan.reduced and len(rows) > 1:
             rows = torch.mean(rows, dim=0, keepdim=True, out=self._take(part, (1, rows.shape[1]), dtype))
         part.result = self._take(part, rows.shape, dtype)
@@ -198,11 +199,11 @@ class Mixer:
     def _start_codes(self, part: Part, tag: Tag, movement: Movement) -> None:
         """As slices, but every row travels, not the mean of mine: it would be rounded once more."""
         assert self.exchange is not None
-        rows = self._sent(part)
+        rows = self._copy(part)
         wide, members, n = codec.width(rows.shape[1]), part.plan.members, part.round.n
         owned = self.exchange.owned(wide, members, codec.UNIT)
         mine, first, step = owned.stop - owned.start, owned.start // codec.UNIT, part.step
-        sent, part.codes = (self._take(part, (len(rows), wide), torch.uint8) for _ in range(2))
+        sent, part.moved = (self._take(part, (len(rows), wide), torch.uint8) for _ in range(2))
         x, y = (self._take(part, (n, mine), torch.uint8) for _ in range(2))
         movement.encode(rows, sent, step, self.rows.start)
 
@@ -210,7 +211,7 @@ class Mixer:
             mean_of_codes(x, n, mine // codec.UNIT * codec.SPAN, y[0], step, first)
             y[1:] = y[:1]
 
-        part.operation = self.exchange.slices(sent, part.codes, members, apply, tag, (x, y), unit=codec.UNIT)
+        part.operation = self.exchange.slices(sent, part.moved, members, apply, tag, (x, y), unit=codec.UNIT)
 
     def _between(self, part: Part, mine: int) -> tuple[Callable[[Tensor, Tensor], object], Between | None]:
         """What I do with my columns. Hosts: those of my host's mean go to the worker with my place on another host, and its come to me."""
@@ -246,20 +247,18 @@ class Mixer:
 
     def agree(self, part: Part, mean: Tensor) -> None:
         """The first mean of those that will be in few bits; it came in full precision."""
-        if isinstance(part.vector, Parameters) and _in_few_bits(part.round) and part.k not in self._movements:
+        if part.block is not None and _in_few_bits(part.round) and part.k not in self._movements:
             self._movements[part.k] = Movement(mean, part.step)
 
-    def arrive(self, part: Part) -> Tensor | None:
+    def arrive(self, part: Part, moved: Tensor) -> Tensor | None:
         """The new mean; or None, and the next one is in full precision again."""
-        moved = part.moved
-        if moved is None:
-            assert part.codes is not None
-            moved = torch.empty(part.x.shape[1], dtype=torch.float32, device=part.x.device)
-            codec.decode(part.codes[0], moved)
+        if self.exchange is not None:
+            codes, moved = moved, torch.empty(part.x.shape[1], dtype=torch.float32, device=part.x.device)
+            codec.decode(codes[0], moved)
         mean = self._movements[part.k].arrive(moved, part.step)
         if mean is None:
             del self._movements[part.k]
-            self.look_for_fault(part, part.x[0])
+            self.look_for_fault(part.block, part.x[0], part.step)
         return mean
 
     def averaged_in(self, step: int) -> bool:
@@ -289,47 +288,23 @@ class Mixer:
         self._turns[part.k] = turn = self._turns.get(part.k, 0) + 1
         return turn
 
-    def look_for_fault(self, where: Part | Block, row: Tensor) -> None:
-        """Some row is not finite. Is it mine, and where?"""
-        if not self.check_finite or self.fault is not None or finite.finite(row):
-            return
-        block = (
-            where
-            if isinstance(where, Block)
-            else where.vector.blocks[where.k]
-            if isinstance(where.vector, Parameters)
-            else None
-        )
-        step = 0 if isinstance(where, Block) else where.step
-        self.fault = Fault("the method's state" if block is None else finite.culprit(block, row), step)
+    def look_for_fault(self, block: Block | None, row: Tensor, step: int = 0) -> None:
+        """Some row is not finite. Is it mine, and where? ``block``: of parameters."""
+        if self.check_finite and self.fault is None and not finite.finite(row):
+            self.fault = Fault("the method's state" if block is None else finite.culprit(block, row), step)
 
     # --- Means -----------------------------------------------------------------------------------------------------------
 
-    def mean_(self, rows: Tensor) -> None:
-        """Every row becomes the mean of all n rows."""
-        if self.n > 1:
-            mean = rows if len(rows) == 1 else rows.mean(dim=0, keepdim=True)
-            rows.copy_(self.mean(mean[0]).expand_as(rows))
-
     def mean_in_place(self, row: Tensor, what: str) -> None:
         """A flat tensor becomes its mean over all processes."""
-        exchange = self.exchange
-        if exchange is None:
-            return
-        if exchange.guard is not None:
+        if self.exchange is not None and self.exchange.guard is not None:
             row.copy_(self.mean(row, what, acknowledged=True))
-            return
-        self._start_mean(
-            exchange, row, row, what
-        ).wait()  # what is sent has left before anything comes back: one buffer is enough
+        elif self.exchange is not None:  # what is sent has left before anything comes back: one buffer is enough
+            self._start_mean(self.exchange, row, row, what).wait()
 
     @staticmethod
     def _start_mean(exchange: Exchange, row: Tensor, out: Tensor, what: str) -> Operation:
-        everyone, tag = Mean(exchange.size), exchange.collective_tag(what)
-
-        def apply(x: Tensor, y: Tensor) -> None:
-            mixing.mix(everyone, x, y)
-
+        apply, tag = partial(mixing.mix, Mean(exchange.size)), exchange.collective_tag(what)
         return exchange.slices(row.unsqueeze(0), out.unsqueeze(0), range(exchange.size), apply, tag, what=what)
 
     @torch.inference_mode(False)  # a thread writes to what is made here, and it is in no inference mode
@@ -365,9 +340,10 @@ class Mixer:
 
     def _wait_for_departures(self, step: int) -> None:
         """What was sent from copies in earlier steps has left, so that they may be written again."""
-        for _, operation, buffer in [departure for departure in self._departures if departure[0] != step]:
-            operation.wait()
-            self.give_back([buffer])
+        for sent_in, operation, buffer in self._departures:
+            if sent_in != step:
+                operation.wait()
+                self.give_back([buffer])
         self._departures = [departure for departure in self._departures if departure[0] == step]
 
     def _take(self, part: Part, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

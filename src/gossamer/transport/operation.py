@@ -26,7 +26,7 @@ import torch
 
 from gossamer.errors import GossamerError
 from gossamer.transport import waiting
-from gossamer.transport.link import Link, Message, Tag
+from gossamer.transport.link import Link, Message, Tag, Works
 from gossamer.transport.waiting import Losses
 
 if TYPE_CHECKING:
@@ -37,16 +37,11 @@ _WARN = 30.0  # seconds of waiting after which the user is told
 _GUARDED = 0.05  # seconds between two looks whether a peer was lost, while a worker waits
 _GRACE = 0.2  # seconds for what may still come when a peer was lost of those that all need each other
 
-Works = list[tuple[int, Any]]
 Stage = Callable[[], Works]
 
 
 class Guard(Protocol):
     """Knows who is lost. Ranks are those of the link."""
-
-    @property
-    def blind(self) -> bool:
-        """Whether the members can't agree any more on who they are."""
 
     def losses(self, link: Link) -> Losses:
         """Which of its ranks, and which connections."""

@@ -7,7 +7,7 @@ It holds no tensors and does no arithmetic: ``exchange.py`` moves the rows, ``mi
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -93,20 +93,16 @@ def plan(round_: Round, p: int, process: int, quantized: bool = False, alike: bo
     weights = _sparse(round_)
     traffic = _traffic(weights, p, quantized)
     label = _components(traffic, p)
-    if not quantized and _slices(label, len(mine)) < _edges(traffic, p):
-        return _plan_slices(round_, weights, np.flatnonzero(label == label[process]).tolist(), len(mine))
-    sends = tuple(parcel for (to, source), parcel in sorted(_flipped(traffic).items()) if source == process)
-    receives = tuple(parcel for (to, _), parcel in sorted(traffic.items()) if to == process)
-    if not sends and not receives:
-        return _alone(weights, mine)
+    tied = np.flatnonzero(label == label[process]).tolist()
+    if len(tied) == 1 and len(mine) == 1:
+        return Plan("none")
+    if len(tied) > 1 and not quantized and _slices(label, len(mine)) < _edges(traffic, p):
+        return _plan_slices(round_, weights, tied, len(mine))
+    parcels = [(to, traffic[to, source]) for to, source in sorted(traffic)]
+    sends = tuple(replace(parcel, peer=to) for to, parcel in parcels if parcel.peer == process)
+    receives = tuple(parcel for to, parcel in parcels if to == process)
     block = weights[mine.start : mine.stop]
-    return Plan(
-        "edges",
-        sends,
-        receives,
-        local=block[:, mine.start : mine.stop],
-        remote=_remote(block, receives, len(mine)),
-    )
+    return Plan("edges", sends, receives, block[:, mine.start : mine.stop], _remote(block, receives, len(mine)))
 
 
 def _sparse(round_: Round) -> scipy.sparse.csr_array:
@@ -118,7 +114,7 @@ def _sparse(round_: Round) -> scipy.sparse.csr_array:
     return made
 
 
-Traffic = dict[tuple[int, int], Parcel]  # (to, source) -> what travels
+Traffic = dict[tuple[int, int], Parcel]  # (to, source) -> what travels, as the receiver sees it
 
 
 def _traffic(weights: scipy.sparse.csr_array, p: int, quantized: bool) -> Traffic:
@@ -139,11 +135,6 @@ def _traffic(weights: scipy.sparse.csr_array, p: int, quantized: bool) -> Traffi
             sums = distinct if len(distinct) < len(ordered) else None
         traffic[to, source] = Parcel(source, ordered, sums)
     return traffic
-
-
-def _flipped(traffic: Traffic) -> Traffic:
-    """The same parcels as their senders see them."""
-    return {key: Parcel(key[0], parcel.rows, parcel.sums) for key, parcel in traffic.items()}
 
 
 def _components(traffic: Traffic, p: int) -> np.ndarray:
@@ -167,8 +158,6 @@ def _slices(label: np.ndarray, r: int) -> float:
 
 
 def _plan_slices(round_: Round, weights: scipy.sparse.csr_array, members: list[int], r: int) -> Plan:
-    if len(members) == 1:
-        return _alone(weights, range(members[0] * r, (members[0] + 1) * r))
     rows = [row for member in members for row in range(member * r, (member + 1) * r)]
     if len(rows) == round_.n:
         inner: Round = round_
@@ -177,14 +166,6 @@ def _plan_slices(round_: Round, weights: scipy.sparse.csr_array, members: list[i
     else:
         inner = general(weights[rows][:, rows])
     return Plan("slices", members=tuple(members), inner=inner)
-
-
-def _alone(weights: scipy.sparse.csr_array, mine: range) -> Plan:
-    """This process has nobody to talk to in this Round; its rows may still mix with each other."""
-    rows = slice(mine.start, mine.stop)
-    if len(mine) == 1:
-        return Plan("none")
-    return Plan("edges", local=weights[rows, rows], remote=scipy.sparse.csr_array((len(mine), 0)))
 
 
 def _remote(block: scipy.sparse.csr_array, receives: tuple[Parcel, ...], r: int) -> scipy.sparse.csr_array:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gossamer.graphs.rounds import Round
 from gossamer.rows import codec, finite, mixing
+from gossamer.rows.block import Block
 from gossamer.rows.vector import Parameters, Vector
 from gossamer.rows.wires import Wire
 from gossamer.transport.operation import Operation
@@ -37,12 +38,10 @@ class Part:
     step: int
     plan: Plan = _NO_PLAN
     operation: Operation | None = None
-    out: Tensor | None = None  # in one process: the result
     received: Tensor | None = None  # edges: what arrives, a row each
-    result: Tensor | None = None  # slices: what comes back
+    result: Tensor | None = None  # in one process, or slices: W Q(v), or one row if all are the same
     snapshot: Tensor | None = None  # the rows as they were sent, if not straight out of the vector
-    codes: Tensor | None = None  # a mean in 8 bits: what comes back
-    moved: Tensor | None = None  # the same, in one process
+    moved: Tensor | None = None  # how far a mean has moved; in several processes, rows of 8 bits
     held: list[Tensor] = field(default_factory=list)  # buffers
 
     @property
@@ -50,8 +49,18 @@ class Part:
         return self.vector.tensors[self.k]
 
     @property
+    def block(self) -> Block | None:
+        """Of parameters."""
+        return self.vector.blocks[self.k] if isinstance(self.vector, Parameters) else None
+
+    @property
     def coded(self) -> bool:
         return self.snapshot is not None and self.snapshot.dtype != self.x.dtype
+
+    @property
+    def sent(self) -> Tensor:
+        """Q(v): what the receivers see of my rows."""
+        return self.x if self.snapshot is None else self.decoded(self.snapshot)
 
     def decoded(self, code: Tensor) -> Tensor:
         """Rows in the precision of x, from what travelled."""
@@ -64,12 +73,16 @@ class Part:
             self.wire.decode(one, row)
         return rows.to(self.x.dtype)
 
+    def row(self, code: Tensor) -> Tensor:
+        """A row as it can be added up: what is rounded to bfloat16 is widened piece by piece, where it is used."""
+        return code if not self.coded or self.wire.code.is_floating_point else self.decoded(code.unsqueeze(0))[0]
+
 
 class Transfer:
-    """``lost``: ranks whose rows did not come."""
+    """``parts``: of each vector. ``lost``: ranks whose rows did not come."""
 
-    def __init__(self, mixer: Mixer, vectors: Sequence[Vector], parts: Sequence[Sequence[Part]]) -> None:
-        self._mixer, self._vectors, self._parts = mixer, vectors, parts
+    def __init__(self, mixer: Mixer, parts: Sequence[Sequence[Part]]) -> None:
+        self._mixer, self._parts = mixer, parts
         self.lost: frozenset[int] = frozenset()
         self._spoiled: set[int] = set()  # peers whose rows are not finite
         self._identity = False  # nothing is mixed: a row without which the others are worth nothing is missing
@@ -88,17 +101,17 @@ class Transfer:
         for part, operation in flying:
             if operation.dirty:
                 part.held = []  # what was given up may still be written to
-            if self._mixer.check_finite and part.codes is None and not self._identity and len(part.x) == 1:
+            if self._mixer.check_finite and part.moved is None and not self._identity and len(part.x) == 1:
                 self._look(part)
         return self
 
     def into(self, *targets: Vector) -> None:
         """Each target becomes W v."""
         self.wait()
-        for target, vector, parts in zip(targets, self._vectors, self._parts, strict=True):
+        for target, parts in zip(targets, self._parts, strict=True):
             for part in parts:
-                if target is vector and isinstance(target, Parameters) and not target.in_place:
-                    self._replace(target, part)
+                if target is part.vector and isinstance(target, Parameters) and not target.in_place:
+                    self._replace(target.blocks[part.k], part)
                 else:
                     self._write(part, target.tensors[part.k])
         self._give_back()
@@ -106,15 +119,15 @@ class Transfer:
     @property
     def own(self) -> list[Vector]:
         """Q(v): what the receivers see of my rows."""
-        return [Vector([self._sent(part) for part in parts], vector.numels) for vector, parts in self._pairs()]
+        return [Vector([part.sent for part in parts], parts[0].vector.numels) for parts in self._parts]
 
     @property
     def arrived(self) -> list[Vector]:
         """W Q(v)."""
         self.wait()
         return [
-            Vector([self._mixed(part, torch.empty_like(part.x)) for part in parts], vector.numels)
-            for vector, parts in self._pairs()
+            Vector([self._mixed(part, torch.empty_like(part.x)) for part in parts], parts[0].vector.numels)
+            for parts in self._parts
         ]
 
     def end(self) -> None:
@@ -122,85 +135,69 @@ class Transfer:
         self.wait()
         self._give_back()
 
-    def _pairs(self) -> list[tuple[Vector, Sequence[Part]]]:
-        return list(zip(self._vectors, self._parts, strict=True))
-
-    def _sent(self, part: Part) -> Tensor:
-        if part.snapshot is None:
-            return part.x
-        return part.decoded(part.snapshot)
-
     # --- The result -------------------------------------------------------------------------------------------------------
 
-    def _replace(self, target: Parameters, part: Part) -> None:
+    def _replace(self, block: Block, part: Part) -> None:
         """The mixed rows become the current ones of a block, whose buffers take turns."""
-        block = target.blocks[part.k]
-        if self._nothing(part):
-            return
-        self._write(part, block.spare)
-        block.swap()
-        self._agree(part, block.x)
+        if not self._nothing(part):
+            self._write(part, block.spare)
+            block.swap()
+            self._agree(part, block.x)
 
     def _nothing(self, part: Part) -> bool:
         """Whether W v is v: the Round is the identity for my rows, or rows without which there is no result are missing."""
-        alone = part.plan.verb == "none" and part.out is None and part.result is None and part.moved is None
-        return alone or self._identity
+        return self._identity or (part.plan.verb == "none" and part.result is None and part.moved is None)
 
-    def _write(self, part: Part, out: Tensor) -> Tensor:
+    def _write(self, part: Part, out: Tensor) -> None:
         """``out`` <- W v (with what the wire rounds kept); it may be what was sent."""
         x = part.x
         if self._nothing(part):
-            return out if out.data_ptr() == x.data_ptr() else out.copy_(x)
-        if part.codes is not None or part.moved is not None:
-            mean = self._mixer.arrive(part)
-            if mean is not None:
-                return self._write_mean(part, mean.expand_as(x), out)
-            return out if out.data_ptr() == x.data_ptr() else out.copy_(x)
-        if part.result is not None:
-            self._write_mean(part, part.result.expand_as(x), out)
+            _copy(x, out)
+        elif part.moved is not None:
+            mean = self._mixer.arrive(part, part.moved)
+            if mean is None:
+                _copy(x, out)
+            else:
+                self._write_result(part, mean, out)
+        elif part.result is not None:
+            self._write_result(part, part.result, out)
             if len(x) == 1:
                 self._agree(part, part.result)
-            return out
-        if part.out is not None:
-            if part.coded:
-                part.out.add_(x).sub_(self._sent(part))
-            return out if out is part.out else out.copy_(part.out)
-        if part.snapshot is not None and len(x) == 1:
-            target = out if out.data_ptr() == x.data_ptr() else out.copy_(x)
-            received = [(weight, self._row(part, row)) for weight, row in self._terms(part)[1]]
-            mixing.correct(target[0], self._row(part, part.snapshot[0]), received)
-            return out
-        if len(x) == 1:
+        elif part.snapshot is not None and len(x) == 1:
+            _copy(x, out)
+            received = [(weight, part.row(row)) for weight, row in self._terms(part)[1]]
+            mixing.correct(out[0], part.row(part.snapshot[0]), received)
+        elif len(x) == 1:
             mixing.blend(x[0], *self._terms(part), out=out[0])
-            return out
-        room = torch.empty_like(x) if out.data_ptr() == x.data_ptr() else out
-        self._mixed(part, room)
-        if part.coded:
-            room.add_(x).sub_(self._sent(part))
-        return room if room is out else out.copy_(room)
+        else:
+            room = self._mixed(part, torch.empty_like(x) if out.data_ptr() == x.data_ptr() else out)
+            if part.coded:
+                room.add_(x).sub_(part.sent)
+            _copy(room, out)
 
     @staticmethod
-    def _write_mean(part: Part, mean: Tensor, out: Tensor) -> Tensor:
-        """A mean of what was sent; what has changed since then is kept."""
-        if part.snapshot is not None and out.data_ptr() == part.x.data_ptr():
-            for x, sent, row in zip(out, part.snapshot, mean, strict=True):
-                mixing.correct(x, sent, [(1.0, row)])
-            return out
-        return out.copy_(mean)
+    def _write_result(part: Part, result: Tensor, out: Tensor) -> None:
+        """What was sent is mixed; what has changed since then is kept."""
+        x = part.x
+        if part.coded:
+            _copy(result.add_(x).sub_(part.sent), out)
+        elif part.snapshot is not None and out.data_ptr() == x.data_ptr():
+            for row, sent, mixed in zip(out, part.snapshot, result.expand_as(x), strict=True):
+                mixing.correct(row, sent, [(1.0, mixed)])
+        else:
+            _copy(result.expand_as(x), out)
 
     def _mixed(self, part: Part, out: Tensor) -> Tensor:
         """``out`` <- W Q(v), which is not what was sent."""
         if self._nothing(part):
-            return out.copy_(self._sent(part))
+            return out.copy_(part.sent)
         if part.result is not None:
             return out.copy_(part.result.expand_as(out))
-        if part.out is not None:
-            return out.copy_(part.out)
         assert part.received is not None
-        received, sent = part.decoded(part.received), self._sent(part)
+        received, sent = part.decoded(part.received), part.sent
         if len(out) == 1:
             own, terms = self._terms(part)
-            mixing.blend(sent[0], own, [(weight, self._row(part, row).to(out.dtype)) for weight, row in terms], out=out[0])
+            mixing.blend(sent[0], own, [(weight, part.row(row).to(out.dtype)) for weight, row in terms], out=out[0])
         elif part.coded:
             mixing.product([(part.plan.local, sent), (part.plan.remote, received)], out)
         else:
@@ -208,11 +205,6 @@ class Transfer:
             weights = part.plan.local, part.plan.remote
             mixing.mix_some(part.round, self._mixer.rows.start, sent, received, names, *weights, out)
         return out
-
-    @staticmethod
-    def _row(part: Part, row: Tensor) -> Tensor:
-        """A row as it can be added up: what is rounded to bfloat16 is widened piece by piece, where it is used."""
-        return row if not part.coded or part.wire.code.is_floating_point else part.decoded(row.unsqueeze(0))[0]
 
     def _terms(self, part: Part) -> tuple[float, list[tuple[float, Tensor]]]:
         """My own weight, and the others' with what came from them. For one row per process."""
@@ -234,7 +226,7 @@ class Transfer:
     # --- Besides ----------------------------------------------------------------------------------------------------------
 
     def _agree(self, part: Part, mean: Tensor) -> None:
-        if part.codes is None and part.moved is None:
+        if part.moved is None:
             self._mixer.agree(part, mean[0])
 
     def _look(self, part: Part) -> None:
@@ -252,7 +244,7 @@ class Transfer:
             sound = _finite(shown)
         if not sound:
             self._identity = True
-            self._mixer.look_for_fault(part, part.decoded(sent.unsqueeze(0))[0])
+            self._mixer.look_for_fault(part.block, part.decoded(sent.unsqueeze(0))[0], part.step)
 
     def _give_back(self) -> None:
         for parts in self._parts:
@@ -274,6 +266,12 @@ class AgreedMean:
             assert target is vector
             for row in vector.flagged:
                 self._mixer.mean_in_place(row[0], "all-reduce")
+
+
+def _copy(row: Tensor, out: Tensor) -> None:
+    """``out`` may be the row itself."""
+    if out.data_ptr() != row.data_ptr():
+        out.copy_(row)
 
 
 def _finite(row: Tensor) -> bool:
