@@ -76,8 +76,8 @@ class Survivors(Membership):
             with contextlib.suppress(RuntimeError):
                 arrived.append(handover.receive(link, place, again=True))
 
-        self._start_helper(take, name="gossamer-handover")
-        helper, deadline = self._helpers[-1], time.monotonic() + self.timeout
+        helper = self._start_helper(take, name="gossamer-handover")
+        deadline = time.monotonic() + self.timeout
         while helper.is_alive() and place not in self.losses(link).gone and time.monotonic() < deadline:
             helper.join(0.05)
         if not arrived:
@@ -167,10 +167,13 @@ class Survivors(Membership):
             helper.join(_HELPERS if orderly else LEAVE)
         self._links, self._retired, self._wanted, self._arrived = {}, [], [], None
 
-    def _start_helper(self, work: Callable[..., object], *args: object, name: str) -> None:
-        self._helpers = [thread for thread in self._helpers if thread.is_alive()]
-        self._helpers.append(threading.Thread(target=work, args=args, name=name, daemon=True))
-        self._helpers[-1].start()
+    def _start_helper(self, work: Callable[..., object], *args: object, name: str) -> threading.Thread:
+        """Several threads may call it."""
+        helper = threading.Thread(target=work, args=args, name=name, daemon=True)
+        helper.start()
+        with self._lock:
+            self._helpers = [*(thread for thread in self._helpers if thread.is_alive()), helper]
+        return helper
 
     # --- For flights: who is lost ------------------------------------------------------------------------------------------
 

@@ -344,6 +344,8 @@ class DecentralizedDataParallel(Wrapper):
         """This worker takes no part any more: its threads and connections are given back, and the others go on without it under
         ``gossamer launch``; under torchrun all workers close together. The module and its optimizers stay as they are. A model that is
         dropped is closed by itself; at the end of the process there is nothing to do."""
+        if self.is_copy:
+            return
         self._refuse_busy("close()")
         self._driver.detach()
         self._warned, self.is_copy = True, True

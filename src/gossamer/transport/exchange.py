@@ -221,14 +221,14 @@ class Exchange:
         more: no row depends on who else takes part, so what comes is right; but two workers may have heard different ones."""
         assert self.guard is not None
         link, lost = self.link, self.guard.losses(self.link).gone
-        here = [q for q in range(link.size) if q not in lost or q == link.rank]
+        here = [peer for peer, q in enumerate(self.living) if q not in lost or peer == self.rank]
         rows = poisoned(row, len(here))
-        rows[here.index(link.rank)] = row
-        others = [(k, q) for k, q in enumerate(here) if q != link.rank]
+        rows[here.index(self.rank)] = row
+        others = [(k, peer) for k, peer in enumerate(here) if peer != self.rank]
         tag = Tag(link.epoch + _BLIND, True, self._calls)
-        operation = self.edges([(q, row) for _, q in others], [(q, rows[k]) for k, q in others], tag, what)
+        operation = self.edges([(peer, row) for _, peer in others], [(peer, rows[k]) for k, peer in others], tag, what)
         operation.wait()
-        return rows[[k for k, q in enumerate(here) if q not in operation.lost]]
+        return rows[[k for k, peer in enumerate(here) if self.living[peer] not in operation.lost]]
 
     def broadcast_(self, row: Tensor, what: str = "broadcast") -> None:
         """Everyone gets rank 0's values, along a binary tree."""
