@@ -301,3 +301,126 @@ def test_methods_around_others_are_read_and_refused():
         method("pga:every=0")
     assert "needs the same W in every step; use it without pga" in method("choco + pga").check(graphs.parse("ring", 8))
     assert "which 'all-reduce' does not do; leave it out" in method("all-reduce + control").check(graphs.parse("complete", 8))
+
+
+# --- Compressed messages --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_choco_exact_is_decentralized_sgd_in_both_orders(n):
+    close(after(40, "choco:gamma=1,wire=float32", "ring", n=n), after(40, "atc", "ring", n=n), 1e-10)
+    made, (h, a), w = Run("choco:gamma=1,wire=float32,order=b", "ring", n=n), of(n), matrix("ring", n)
+    x, known = made.x.clone(), torch.zeros(n, COLUMNS, dtype=torch.float64)
+    for now in made.steps(40):
+        half = x - 0.1 * h * (x - a)
+        x = half + w @ known - known
+        known = x
+        close(now.x, x, 1e-10)
+
+
+@pytest.mark.parametrize("wire", ["8bits", "4bits", "sign", "top-10%"])
+def test_choco_brings_replicas_together_on_any_wire_and_keeps_their_mean(wire):
+    made = Run(f"choco:wire={wire}", "ring", h=torch.zeros_like(H))  # pure averaging
+    mean, first = made.x.mean(0), distance(made.x)
+    for now in made.steps(1500):
+        close(now.x.mean(0), mean, 1e-4)
+    assert distance(made.x) < 1e-2 * first, wire
+
+
+@pytest.mark.parametrize("wire", ["8bits", "4bits"])
+def test_adagossip_brings_replicas_together(wire):
+    made = Run(f"adagossip:wire={wire},gamma=0.3,beta=0.9", "ring", h=torch.zeros_like(H))
+    mean, first = made.x.mean(0), distance(made.x)
+    for _ in made.steps(800):
+        pass
+    assert distance(made.x) < 0.05 * first
+    assert (made.x.mean(0) - mean).abs().max() < 0.5 * first  # steps of its own for each number: the mean is not kept exactly
+
+
+def test_adagossip_is_its_equation():
+    gamma, beta, w = 0.2, 0.9, matrix("ring", N)
+    made = Run(f"adagossip:wire=float32,gamma={gamma},beta={beta}", "ring")
+    x = made.x.clone()
+    known, v = torch.zeros_like(x), torch.zeros_like(x)
+    for t, now in enumerate(made.steps(30)):
+        half = x - 0.1 * H * (x - A)
+        known = half
+        e = w @ known - known
+        v = beta * v + (1 - beta) * e**2
+        x = half + (gamma / ((v / (1 - beta ** (t + 1))).sqrt() + 1e-8)).clamp(max=1) * e
+        close(now.x, x, 1e-9)
+
+
+def test_adam_with_averages_now_and_then():
+    for rule, plain in (("d-adam", "atc"), ("cd-adam:gamma=1,wire=float32", "atc")):
+        close(after(40, rule, "ring"), after(40, plain, "ring"), 1e-10)
+    for rule in ("d-adam:p=3", "cd-adam:p=3,gamma=1,wire=float32"):
+        made, w = Run(rule, "ring"), matrix("ring", N)
+        x = made.x.clone()
+        for t, now in enumerate(made.steps(20)):
+            x = x - 0.1 * H * (x - A)
+            x = w @ x if t % 3 == 2 else x
+            close(now.x, x, 1e-10)
+    why = method("d-adam:p=2").check(graphs.parse("one-peer-ring", 8))
+    assert "would skip some rounds of 'one-peer-ring' for ever; use method 'd-adam' and average every 2 steps" in why
+    why = method("cd-adam").check(graphs.parse("ring", 8), [torch.optim.SGD([torch.zeros(1)], 0.1)])
+    assert why == "method 'cd-adam' is written for Adam and its kin; this is SGD; use 'atc' or 'choco'"
+    assert method("cd-adam").check(graphs.parse("ring", 8), [torch.optim.AdamW([torch.zeros(1)], 0.1)]) is None
+
+
+# --- Directed graphs ------------------------------------------------------------------------------------------------------------------
+
+
+def falling(t):
+    return 0.3 / (1 + t / 50)
+
+
+def far_off(rule, graph, count=4000):
+    made = Run(rule, graph)
+    for _ in made.steps(count, falling):
+        pass
+    return float((made.x - OPTIMUM).abs().max())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_push_sum_converges_on_random_directed_graphs_and_averaging_does_not(seed):
+    graph = f"directed-random:degree=2.5,seed={seed}"
+    assert not graphs.parse(graph, N).rows_sum_to_one
+    assert far_off("push-sum", graph) < 0.03
+    assert far_off("push-sum:wire=8bits", graph) < 0.03
+    assert far_off("atc", graph) > 0.1
+
+
+@pytest.mark.parametrize("graph", ["directed-random:degree=2.5,seed=3", "directed-ring"])
+def test_quantized_push_sum_keeps_sums_on_any_wire(graph):
+    for wire, gamma in (("8bits", 1.0), ("4bits", 0.4), ("sign", 0.1)):
+        made = Run(f"push-sum:wire={wire},gamma={gamma}", graph, h=torch.zeros_like(H))
+        total = made.x.sum(0)
+        for now in made.steps(200):
+            w = now.now.state["w"].tensors[0]
+            close(w.sum(), torch.tensor(float(N), dtype=torch.float64), 1e-10)
+            close((w * now.x).sum(0), total, 1e-3)
+
+
+def test_quantized_push_sum_on_an_exact_wire_is_push_sum():
+    graph = "directed-random:degree=2.5,seed=3"
+    close(after(60, "push-sum:wire=bfloat16,gamma=1", graph), after(60, "push-sum", graph), 0.05)  # bfloat16 is no exact wire
+    exact = method("push-sum:gamma=0.999999999999")  # compresses, on float32: x̂ is x
+    close(after(60, exact, graph), after(60, "push-sum", graph), 1e-9)
+
+
+def test_compressed_methods_refuse_graphs_that_change():
+    assert "needs the same W in every step" in method("choco").check(graphs.parse("one-peer-ring", 8))
+    why = method("push-sum:wire=8bits").check(graphs.parse("one-peer-exponential", 8))
+    assert (
+        "'push-sum:wire=8bits' needs the same W in every step, and 'one-peer-exponential' has 3; use directed-exponential"
+        in why
+    )
+    for text, message in (
+        ("choco:p=0", r"p=0 is out of range; it is in \[1, inf\)"),
+        ("choco:gamma=1.5", r"gamma=1.5 is out of range; it is in \(0, 1\]"),
+        ("push-sum:gamma=0", r"gamma=0.0 is out of range"),
+        ("choco:wire=float16", "wire='float16' is not float32, bfloat16, 8bits"),
+    ):
+        with pytest.raises(GossamerError, match=message):
+            method(text)

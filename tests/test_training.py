@@ -436,7 +436,7 @@ def test_data_order_is_a_pure_function_of_seed_and_step():
         (lambda: Trainer(task(), settings(replicas=1000)), "640 samples do not split over 1000 replicas; use at most 640"),
         (
             lambda: Trainer(task(), settings(algorithm="newton")),
-            "there is no method 'newton'; known are all-reduce, atc, awc, choco, control, d2",
+            "there is no method 'newton'; known are adagossip, all-reduce, atc, awc",
         ),
         (lambda: Trainer(task(), settings(algorithm="allreduce", init="different")), "replicas must start the same"),
         (lambda: Trainer(task(), settings(), graphs.ring(5)), "for 5 replicas, but there are 8"),

@@ -5,7 +5,7 @@ import torch
 
 from gossamer import GossamerError, Recipe, Settings, Trainer
 from gossamer.data.tasks import Task
-from gossamer.methods import METHODS
+from gossamer.methods import METHODS, method
 from tests.pool import on_workers
 from tests.world import flat, gan, loss_of, small, train
 
@@ -19,15 +19,17 @@ def test_the_library_and_the_trainer_give_the_same_parameters(world, name):
     data = torch.randn(64, 6, generator=generator).double(), torch.randint(3, (64,), generator=generator)
     task = Task("toy", lambda: small(torch.float64), data, data)
     name, _, wire = name.partition(" in ")
-    kind = METHODS.makers[name]
-    momentum = {} if kind.optimizer == "plain SGD" else {"momentum": MOMENTUM}
-    graph = "ring" if kind.static else "directed-random" if kind.sums == "columns" else "one-peer-exponential"
+    rule = method(name)
+    momentum = {"momentum": MOMENTUM} if rule.optimizer == "any" else {}
+    graph = "ring" if rule.static else "directed-random" if rule.sums == "columns" else "one-peer-exponential"
     # In 8 bits, 64 numbers that lie together share an exponent, and biases lie elsewhere in a Trainer's row.
-    text, wire = "choco:wire=bfloat16" if name == "choco" else name, wire or "float32"
-    settings = Settings(4, 4, 4, algorithm=text, optimizer=Recipe("sgd", LR, momentum), backend="loop", wire=wire)
+    text, wire = f"{name}:wire=bfloat16" if getattr(rule, "wire", "") == "8bits" else name, wire or "float32"
+    recipe = Recipe("adam", 0.01) if rule.optimizer == "Adam" else Recipe("sgd", LR, momentum)
+    settings = Settings(4, 4, 4, algorithm=text, optimizer=recipe, backend="loop", wire=wire)
     trainer = Trainer(task, settings, graph)
     model = world.model(small(torch.float64), graph, method=text, wire=wire)
-    optimizer = torch.optim.SGD(model.parameters(), LR, **momentum)
+    adam = rule.optimizer == "Adam"
+    optimizer = torch.optim.Adam(model.parameters(), 0.01) if adam else torch.optim.SGD(model.parameters(), LR, **momentum)
     model.gossip(optimizer)
     for step in range(STEPS):
         x, y = trainer.batches.batch(step, world.rank, 1)

@@ -4,6 +4,8 @@ A Method has a few moments around the optimizer, which it never calls itself. A 
 gradients and of its own state, and ``mix``, which averages any of them with the neighbours. ``policies/`` stands above the methods.
 """
 
+from gossamer.methods.adagossip import AdaGossip
+from gossamer.methods.adam import CDAdam, DAdam
 from gossamer.methods.allreduce import AllReduce
 from gossamer.methods.around import Around
 from gossamer.methods.base import ALL_REDUCE, METHODS, Method, method
@@ -28,13 +30,16 @@ __all__ = [
     "ALL_REDUCE",
     "METHODS",
     "AdaAuto",
+    "AdaGossip",
     "AdaptThenCombine",
     "AdaptWhileCombine",
     "AllReduce",
     "Around",
     "Averaging",
+    "CDAdam",
     "Choco",
     "ConsensusControl",
+    "DAdam",
     "DSquared",
     "DecentLaM",
     "GlobalUpdateTracking",

@@ -31,7 +31,7 @@ class Method:
     averages: ClassVar[Literal["parameters", "gradients"]] = "parameters"  # gradients: replicas start, and stay, the same
     sums: ClassVar[Literal["rows", "columns", "both"]] = "rows"  # of W: those that must be 1
     static: ClassVar[bool] = False  # whether it needs the same W in every step
-    optimizer: ClassVar[Literal["any", "plain SGD"]] = "any"  # plain SGD: the method makes the whole direction itself
+    optimizer: ClassVar[Literal["any", "plain SGD", "Adam"]] = "any"  # plain SGD: the method makes the whole direction itself
     shares_momentum: ClassVar[bool] = False  # whether it calls ``Step.share_momentum``
     by_name: ClassVar[bool] = True  # whether a person may ask for it by its name
 
@@ -80,6 +80,9 @@ class Method:
             if not isinstance(optimizer, torch.optim.SGD) or group["momentum"]:
                 shown = type(optimizer).__name__ + (" with momentum" if group.get("momentum") else "")
                 return f"method {self.name!r} makes its own direction, so it needs SGD without momentum; this is {shown}"
+        for optimizer in optimizers if self.optimizer == "Adam" else ():
+            if "adam" not in type(optimizer).__name__.lower():
+                return f"method {self.name!r} is written for Adam and its kin; this is {type(optimizer).__name__}; use 'atc' or 'choco'"
         return None
 
     def refuse(self, graph: Graph | None, optimizers: Sequence[torch.optim.Optimizer], step: int = 0) -> None:

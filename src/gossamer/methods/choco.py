@@ -3,37 +3,62 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from gossamer.methods.base import Method
 from gossamer.methods.step import Step
 from gossamer.rows.vector import Vector
-from gossamer.rows.wires import WIRES
+from gossamer.rows.wires import WIRES, WireName
 
 
 @dataclass(frozen=True)
 class Choco(Method):
-    """x <- x - η d(x); q = Q(x - x̂); x̂ <- x̂ + q; x <- x + γ (W x̂ - x̂). All replicas know x̂, what they were sent so far.
+    """x <- x - η d(x); q = Q(x - x̂); x̂ <- x̂ + q; x <- x + γ (W x̂ - x̂). All neighbours know x̂, what they were sent so far.
 
-    - ``gamma``: how far a step goes towards the neighbours. With ``wire=float32`` and 1 this is ``atc``.
     - ``wire``: Q, how the difference travels.
+    - ``gamma``: how far a step goes towards the neighbours; by default what the wire bears (8bits 0.8, sign 0.1 …). With
+      ``wire=float32`` and 1 this is ``atc``.
+    - ``order``: ``a`` as above (ICML 2019). ``b`` (ICLR 2020): x <- x + γ (W x̂ - x̂) first, and then q is sent, so x̂ is that of the
+      step before; with ``wire=float32`` and 1 this is ``awc``.
+    - ``p``: rows travel in every p-th step.
     """
 
     name, sums, static = "choco", "both", True
-    gamma: float = 0.8
-    wire: Literal["8bits", "bfloat16", "float32"] = "8bits"
+    bears: ClassVar[dict[str, float]] = {"4bits": 0.4, "sign": 0.1, "top-10%": 0.2, "top-1%": 0.04}
+    gamma: float | None = None
+    wire: WireName = "8bits"
+    order: Literal["a", "b"] = "a"
+    p: int = 1
+
+    def __post_init__(self) -> None:
+        self.within("p", "[1, inf)")
+        if self.gamma is not None:
+            self.within("gamma", "(0, 1]")
+
+    @property
+    def far(self) -> float:
+        return self.bears.get(self.wire, 0.8) if self.gamma is None else self.gamma
 
     def state(self, like: Vector) -> dict[str, Vector]:
         return {"copy": like.zeros(), "mixed": like.zeros()}
 
     def after_update(self, s: Step) -> None:
-        copy, mixed = s.state["copy"], s.state["mixed"]
-        sent = s.mix(s.x - copy, wire=WIRES[self.wire])
+        if (s.t + 1) % self.p:
+            s.look()
+            return
+        if self.order == "b":
+            self.combine(s, s.state["mixed"] - s.state["copy"])
+        sent = s.mix(s.x - s.state["copy"], wire=WIRES[self.wire])
         s.look()
-        mixed.add_(sent.arrived[0])
-        copy.add_(sent.own[0])
+        s.state["mixed"].add_(sent.arrived[0])
+        s.state["copy"].add_(sent.own[0])
         sent.end()
-        s.x.add_(mixed, alpha=self.gamma).sub_(copy, alpha=self.gamma)
+        if self.order == "a":
+            self.combine(s, s.state["mixed"] - s.state["copy"])
+
+    def combine(self, s: Step, apart: Vector) -> None:
+        """``apart``: W x̂ - x̂."""
+        s.x.add_(apart, alpha=self.far)
 
     def members_changed(self, s: Step) -> None:
         """Newcomers were sent nothing, so all begin anew."""

@@ -22,8 +22,7 @@ UNIT = SPAN + 1  # bytes for them
 SHARE = UNIT / SPAN / torch.float32.itemsize  # of the bytes of float32
 _PIECE = 1 << 16  # numbers that several passes of a CPU take at a time: they stay in the cache
 _MANTISSA = 23  # bits of a float32; the exponent comes next
-_NOT_FINITE = 255  # as an exponent
-_SMALLEST = 6  # exponents up to here are taken for 0
+NOT_FINITE = 255  # as an exponent
 # Steps on a circle of 2^32 that come nowhere near to where they have been before: powers of the inverse golden ratio's kin.
 _BY_STEP, _BY_ROW, _BY_SPAN, _BY_COLUMN = 2654435769, 1779033703, 3242174889, 2447445413
 _CIRCLE = 1 << 32
@@ -43,8 +42,8 @@ def turn(step: int, row: int) -> int:
 def encode(row: Tensor, out: Tensor, turn: int = 0, first: int = 0) -> None:
     """``out``: uint8, as many as :func:`width` says. ``first``: where the row begins, if it is cut off a longer one: which span."""
     for piece, coded in _pieces(row, out):
-        quotients, exponents = _quotients(_padded(piece), turn, first)
-        coded[:, :SPAN].view(torch.int8).copy_(quotients)
+        integers, exponents = quotients(piece, turn, first)
+        coded[:, :SPAN].view(torch.int8).copy_(integers)
         coded[:, SPAN].copy_(exponents)
         first += len(coded)
 
@@ -52,21 +51,21 @@ def encode(row: Tensor, out: Tensor, turn: int = 0, first: int = 0) -> None:
 def decode(coded: Tensor, out: Tensor) -> None:
     """The row that was encoded, up to the rounding."""
     for piece, part in _pieces(out, coded):
-        numbers = part[:, :SPAN].view(torch.int8).to(torch.float32).mul_(_power(part[:, SPAN].int()).unsqueeze(1))
+        numbers = part[:, :SPAN].view(torch.int8).to(torch.float32).mul_(power(part[:, SPAN].int()).unsqueeze(1))
         piece.copy_(numbers.flatten()[: len(piece)])
 
 
 def finite(coded: Tensor) -> bool:
     """Whether all numbers of an encoded row are."""
-    return not bool((coded.view(-1, UNIT)[:, SPAN] == _NOT_FINITE).any())
+    return not bool((coded.view(-1, UNIT)[:, SPAN] == NOT_FINITE).any())
 
 
 def rounded(row: Tensor, out: Tensor, turn: int = 0) -> None:
     """What :func:`decode` makes of what :func:`encode` makes of it, without the bytes between."""
     size = _piece(row)
     for k, (piece, part) in enumerate(zip(row.split(size), out.split(size), strict=True)):
-        quotients, exponents = _quotients(_padded(piece), turn, k * size // SPAN)
-        part.copy_(quotients.mul_(_power(exponents).unsqueeze(1)).flatten()[: len(piece)])
+        integers, exponents = quotients(piece, turn, k * size // SPAN)
+        part.copy_(integers.mul_(power(exponents).unsqueeze(1)).flatten()[: len(piece)])
 
 
 def reference(row: Tensor, turn: int = 0, first: int = 0) -> Tensor:
@@ -100,25 +99,30 @@ def _places(on_circle: Tensor) -> Tensor:
     return on_circle.bitwise_and_(_CIRCLE - 1).bitwise_right_shift_((_CIRCLE // _FINE).bit_length() - 1).float().div_(_FINE)
 
 
-def _quotients(numbers: Tensor, turn: int, first: int) -> tuple[Tensor, Tensor]:
-    """``[m, 64]`` as integers from -127 to 127, still as floats, and the biased exponents of the powers of two that they are
+def quotients(row: Tensor, turn: int, first: int = 0, bits: int = 8) -> tuple[Tensor, Tensor]:
+    """``[m, 64]`` as integers of so many bits, still as floats, and the biased exponents of the powers of two that they are
     multiples of."""
+    numbers, most = padded(row), (1 << bits - 1) - 1
     largest = numbers.abs().amax(dim=1)
+    if (
+        bits < 8
+    ):  # no number is beyond the largest integer, so that the mean error is 0 also there; in 8 bits that is 1/128 at most
+        largest.mul_((most + 1) / most)
     exponents = largest.view(torch.int32) >> _MANTISSA
-    lost = exponents == _NOT_FINITE
-    exponents = (exponents - _SMALLEST).clamp_(min=0)
-    inverse = _power(254 - exponents).masked_fill_(exponents == 0, 0)
-    exponents.masked_fill_(lost, _NOT_FINITE)
+    lost = exponents == NOT_FINITE
+    exponents = (exponents - (bits - 2)).clamp_(min=0)
+    inverse = power(254 - exponents).masked_fill_(exponents == 0, 0)
+    exponents.masked_fill_(lost, NOT_FINITE)
     ups = _ups(len(numbers), turn, first, numbers.device)
-    return torch.addcmul(ups, numbers, inverse.unsqueeze(1), out=ups).floor_().clamp_(-127, 127), exponents
+    return torch.addcmul(ups, numbers, inverse.unsqueeze(1), out=ups).floor_().clamp_(-most, most), exponents
 
 
-def _power(exponents: Tensor) -> Tensor:
+def power(exponents: Tensor) -> Tensor:
     """2 to what the biased exponents say; 0 for 0."""
     return (exponents << _MANTISSA).view(torch.float32)
 
 
-def _padded(piece: Tensor) -> Tensor:
+def padded(piece: Tensor) -> Tensor:
     """A copy as ``[m, 64]``, with zeros at the end."""
     numbers = torch.empty(-(-len(piece) // SPAN), SPAN, dtype=torch.float32, device=piece.device)
     flat = numbers.view(-1)

@@ -1,19 +1,26 @@
 """A Wire is how a row travels: as it is, or in fewer bytes.
 
 ``encode`` makes the bytes, ``decode`` the row that the receivers see, Q(row), and ``share`` says what is left of the bytes. A wire that
-rounds is used such that means are kept: x + W Q(x) - Q(x) instead of W x. The three of today: float32 (each row in its own precision),
-bfloat16, and 8 bits (``codec.py``), for differences: parameters themselves would be useless in 8 bits.
+rounds is used such that means are kept: x + W Q(x) - Q(x) instead of W x. Parameters travel as float32 (each row in its own precision) or
+bfloat16. Differences may travel in 8 bits (``codec.py``), in 4, as signs, or as the largest few: parameters would be useless so.
+
+| wire | ‖Q(x) - x‖² as a share of ‖x‖², for each 64 numbers | mean of Q(x) |
+| --- | --- | --- |
+| 8bits | at most 1/256, on the average | x, up to 1/128 of the largest |
+| 4bits | at most 64/49, on the average: one number is large, and 63 are half a unit | x |
+| sign | 1 - ‖x‖₁² / (64 ‖x‖²), up to the rounding of the scale: at most 63/64 | biased |
+| top-1%, top-10% | of the whole row, what is left out: at most 99 %, 90 % | biased |
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from gossamer.errors import GossamerError
-from gossamer.rows import codec
+from gossamer.rows import codec, finite
 
 
 class Wire:
@@ -36,6 +43,14 @@ class Wire:
 
     def decode(self, code: Tensor, row: Tensor) -> None:
         row.copy_(code)
+
+    def finite(self, code: Tensor) -> bool:
+        """Whether all numbers of an encoded row are."""
+        return finite.finite(code)
+
+    def bytes(self, columns: int, dtype: torch.dtype) -> int:
+        """Of a row on the wire."""
+        return self.width(columns) * (self.code if self.share(dtype) < 1 else dtype).itemsize
 
 
 class BFloat16(Wire):
@@ -64,10 +79,104 @@ class EightBits(Wire):
     def decode(self, code: Tensor, row: Tensor) -> None:
         codec.decode(code, row)
 
+    def finite(self, code: Tensor) -> bool:
+        return codec.finite(code)
+
+
+class Coarse(Wire):
+    """Of each span of 64 numbers so many bytes."""
+
+    code: ClassVar[torch.dtype] = torch.uint8
+    unit: ClassVar[int]
+
+    def share(self, dtype: torch.dtype) -> float:
+        return self.unit / codec.SPAN / dtype.itemsize
+
+    def width(self, columns: int) -> int:
+        return -(-columns // codec.SPAN) * self.unit
+
+
+class FourBits(Coarse):
+    """As 8 bits, with integers from -7 to 7, two of them in a byte."""
+
+    name, unit = "4bits", codec.SPAN // 2 + 1
+
+    def encode(self, row: Tensor, code: Tensor, turn: int) -> None:
+        quotients, exponents = codec.quotients(row, turn, bits=4)
+        pairs, out = quotients.add_(8).to(torch.uint8).unflatten(1, (-1, 2)), code.view(-1, self.unit)
+        out[:, :-1] = pairs[:, :, 0] << 4 | pairs[:, :, 1]
+        out[:, -1] = exponents
+
+    def decode(self, code: Tensor, row: Tensor) -> None:
+        spans = code.view(-1, self.unit)
+        pairs = torch.stack([spans[:, :-1] >> 4, spans[:, :-1] & 15], dim=2).flatten(1).float().sub_(8)
+        row.copy_(pairs.mul_(codec.power(spans[:, -1].int()).unsqueeze(1)).flatten()[: len(row)])
+
+    def finite(self, code: Tensor) -> bool:
+        return not bool((code.view(-1, self.unit)[:, -1] == codec.NOT_FINITE).any())
+
+
+class Sign(Coarse):
+    """64 numbers are their signs times the mean of their absolute values. It is biased: for methods with error feedback, such as CHOCO."""
+
+    name, unit = "sign", codec.SPAN // 8 + 2
+
+    def encode(self, row: Tensor, code: Tensor, turn: int) -> None:
+        spans, out = codec.padded(row), code.view(-1, self.unit)
+        counts = torch.full((len(spans), 1), codec.SPAN, device=row.device)
+        counts[-1] = len(row) - (len(spans) - 1) * codec.SPAN  # the last one may be shorter
+        bits = (spans >= 0).unflatten(1, (-1, 8)).to(torch.uint8) << torch.arange(8, dtype=torch.uint8, device=row.device)
+        out[:, :-2] = bits.sum(dim=2)
+        out[:, -2:] = (spans.abs().sum(dim=1, keepdim=True) / counts).bfloat16().view(torch.uint8)
+
+    def decode(self, code: Tensor, row: Tensor) -> None:
+        spans = code.view(-1, self.unit)
+        bits = spans[:, :-2].unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=code.device) & 1
+        row.copy_(bits.flatten(1).float().mul_(2).sub_(1).mul_(self._scales(code)).flatten()[: len(row)])
+
+    def finite(self, code: Tensor) -> bool:
+        return finite.finite(self._scales(code))
+
+    def _scales(self, code: Tensor) -> Tensor:
+        return code.view(-1, self.unit)[:, -2:].contiguous().view(torch.bfloat16).float()
+
+
+class Largest(Wire):
+    """The numbers of the largest absolute values, with their places; the others are 0. Biased, as ``sign`` is."""
+
+    code: ClassVar[torch.dtype] = torch.uint8
+
+    def __init__(self, percent: int) -> None:
+        self.name, self.percent = f"top-{percent}%", percent  # type: ignore[misc]
+
+    def count(self, columns: int) -> int:
+        return max(1, -(-columns * self.percent // 100))
+
+    def share(self, dtype: torch.dtype) -> float:
+        return 8 * self.percent / 100 / dtype.itemsize
+
+    def width(self, columns: int) -> int:
+        return 8 * self.count(columns)
+
+    def encode(self, row: Tensor, code: Tensor, turn: int) -> None:
+        places = row.abs().topk(len(code) // 8).indices
+        halves = code.view(2, -1)
+        halves[0].copy_(places.int().view(torch.uint8))
+        halves[1].copy_(row[places].float().view(torch.uint8))
+
+    def decode(self, code: Tensor, row: Tensor) -> None:
+        places, numbers = code.view(2, -1)
+        row.zero_()[places.clone().view(torch.int32).long()] = numbers.clone().view(torch.float32).to(row.dtype)
+
+    def finite(self, code: Tensor) -> bool:
+        return finite.finite(code.view(2, -1)[1].clone().view(torch.float32))
+
 
 EXACT, BFLOAT16, EIGHT_BITS = Wire(), BFloat16(), EightBits()
 ANY_METHOD = (EXACT, BFLOAT16)  # in which parameters may travel, whatever the method
-WIRES: dict[str, Wire] = {wire.name: wire for wire in (EXACT, BFLOAT16, EIGHT_BITS)}
+_ALL = (EXACT, BFLOAT16, EIGHT_BITS, FourBits(), Sign(), Largest(1), Largest(10))
+WIRES: dict[str, Wire] = {wire.name: wire for wire in _ALL}
+WireName = Literal["float32", "bfloat16", "8bits", "4bits", "sign", "top-1%", "top-10%"]
 
 
 def wire(name: str | Wire, among: tuple[Wire, ...]) -> Wire:

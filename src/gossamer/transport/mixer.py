@@ -60,8 +60,9 @@ class Mixer:
         total = 0
         for vector in vectors:
             whole = sum(numel * x.dtype.itemsize for numel, x in zip(vector.numels, vector.tensors, strict=True))
-            if wire is not None:
-                total += round(round_.degree * wire.share(torch.float32) * whole)
+            if wire is not None and wire.share(torch.float32) < 1:
+                rows = zip(vector.numels, vector.tensors, strict=True)
+                total += round_.degree * sum(wire.bytes(numel, x.dtype) for numel, x in rows)
                 continue
             probe = self._probe(vector, round_)
             if probe is not None:

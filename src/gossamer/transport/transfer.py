@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gossamer.graphs.rounds import Round
-from gossamer.rows import codec, finite, mixing
+from gossamer.rows import finite, mixing
 from gossamer.rows.block import Block
 from gossamer.rows.vector import Parameters, Vector
 from gossamer.rows.wires import Wire
@@ -61,6 +61,9 @@ class Part:
     def sent(self) -> Tensor:
         """Q(v): what the receivers see of my rows."""
         return self.x if self.snapshot is None else self.decoded(self.snapshot)
+
+    def finite(self, code: Tensor) -> bool:
+        return finite.finite(code) if code.dtype.is_floating_point else self.wire.finite(code)
 
     def decoded(self, code: Tensor) -> Tensor:
         """Rows in the precision of x, from what travelled."""
@@ -238,10 +241,10 @@ class Transfer:
             firsts = [columns(width, members, k).start for k in range(members)]
             sound = finite.finite(part.result[0, [first for first in firsts if first < width]])
         if part.received is not None:
-            bad = [not _finite(row) for row in part.received]
+            bad = [not part.finite(row) for row in part.received]
             self._spoiled |= {parcel.peer for parcel, spoiled in zip(part.plan.receives, bad, strict=True) if spoiled}
             shown = finite.share(sent, self._mixer.turn(part)) if sent.dtype.is_floating_point else sent
-            sound = _finite(shown)
+            sound = part.finite(shown)
         if not sound:
             self._identity = True
             self._mixer.look_for_fault(part.block, part.decoded(sent.unsqueeze(0))[0], part.step)
@@ -272,8 +275,3 @@ def _copy(row: Tensor, out: Tensor) -> None:
     """``out`` may be the row itself."""
     if out.data_ptr() != row.data_ptr():
         out.copy_(row)
-
-
-def _finite(row: Tensor) -> bool:
-    """In 8 bits numbers share exponents, which say it."""
-    return finite.finite(row) if row.dtype.is_floating_point else codec.finite(row)
