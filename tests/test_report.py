@@ -18,6 +18,7 @@ from selenium.webdriver.support.ui import Select
 from torch.nn.functional import cross_entropy
 
 from gossamer.apps import data
+from gossamer.data.partitions import digest, load
 from gossamer.data.sampling import sampler
 from gossamer.data.tasks import Metric, Task
 from gossamer.dbench import analysis, bench, compare
@@ -248,6 +249,28 @@ def test_the_split_is_counted_and_kept_in_the_store(divided, partition):
     sizes = [sum(row[i] for row in kept.counts[11]) for i in range(11)]
     text = (divided[partition] / "report.html").read_text()
     assert f"at n=11, seed 3, a replica holds {min(sizes)} to {max(sizes)} samples (mean 131)" in text
+
+
+def test_a_split_is_saved_with_its_hash_and_gives_the_same_run_again(divided, tmp_path):
+    out = divided["dirichlet:alpha=0.3"]
+    kept = partitions.kept(Store(out / FILE))
+    files = {(n, seed): out / partitions.file_name(n, seed) for n in (4, 11) for seed in (3, 4)}
+    assert all(path.exists() for path in files.values())
+    assert digest(load(files[11, 3], 1437, 11)) == kept.digests[11]
+    assert f"Its hash is {kept.digests[11]}; the file is split-n11-seed3.safetensors." in (out / "report.html").read_text()
+    raw = {
+        "name": "again",
+        "replicas": [11],
+        "methods": ["ring"],
+        "seeds": [3],
+        "backend": "tape",
+        "task": {"name": "digits/mlp", "epochs": 1, "batch": 16, "partition": f"file:path={files[11, 3]}"},
+    }
+    bench(specs.build(raw), tmp_path, jobs=1, quiet=True)
+    (again,) = Store(tmp_path / FILE).runs()
+    (before,) = [run for run in Store(out / FILE).runs() if (run.replicas, run.seed) == (11, 3)]
+    assert again.value == before.value
+    assert partitions.kept(Store(tmp_path / FILE)).digests[11] == kept.digests[11]
 
 
 def test_many_labels_are_put_together():

@@ -95,6 +95,10 @@ PAIR = {"hosts": 2, "gbit": 1.0}
         (Gossip("one-peer-exponential", order="atc"), 70 + 64),
         (Gossip("one-peer-exponential", wire="bfloat16"), 60 + 10),  # 32 ms: hidden
         (Gossip("one-peer-exponential", local_steps=4), (3 * 70 + 74) / 4),
+        (parse("one-peer-exponential, qgm"), 70 + 64),  # after the update, as atc
+        (parse("one-peer-exponential, tracking"), 70 + 2 * 64),  # two rows
+        (parse("directed-ring, push-sum:wire=8bits"), 70 + 64 * codec.SHARE),
+        (parse("ring, choco:wire=sign"), 70 + 64 * 10 / 256),
         (Gossip("complete", verb="slices"), 2 * 32 + 10),  # half a row each way, twice
         (Gossip("all-reduce"), 60 + 64 + 10),
         (DDP(overlap=False), 60 + 64 + 10),
@@ -285,6 +289,7 @@ def test_bounds_are_met_where_nothing_is_uneven():
         ("rong", "did you mean 'ring'"),
         ("ring, H=x", "'H=x' is not known"),
         ("ddp, bfloat16", "only float16 may stand"),
+        ("ring, qgm + pga:every=4", "how often 'pga' averages is not in the runtime model; leave it out"),
     ],
 )
 def test_a_method_that_does_not_fit_says_so(text, says):

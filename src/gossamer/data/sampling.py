@@ -3,6 +3,11 @@
 ``reshuffled``             each epoch is a new random order of all samples, dealt out to the replicas
 ``shards``                 each replica keeps its own random share and reshuffles that
 ``dirichlet:alpha=0.3``    as shards, but how much of each label a replica gets is drawn from Dirichlet(alpha): small alpha, few labels
+``dirichlet-equal:…``      the same by the literature's recipe: all replicas hold the same number of samples
+``classes:k=4``            as shards, with samples of k labels on each replica
+``unequal:alpha=1``        as shards, of sizes that are drawn from Dirichlet(alpha)
+``groups``                 whole groups (a writer, a file) on one replica each, for sources that know them
+``file:path=split.safetensors``    a split that was saved (``partitions.py``)
 
 A text is read in order instead: see :class:`Streams`.
 """
@@ -11,12 +16,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.data import seeds
+from gossamer.data import partitions, seeds
+from gossamer.data.partitions import Shards
 from gossamer.data.sources import Batch, Draw, Source, Text, source
 from gossamer.errors import GossamerError
 from gossamer.spelling import Registry, plain_name
@@ -119,35 +125,18 @@ class Streams(Sampler):
         return (*made, fresh)
 
 
-def even_shards(samples: int, n: int, seed: int) -> list[Tensor]:
-    """A random split into n shares of (almost) the same size."""
-    return list(torch.randperm(samples, generator=seeds.generator(seed, -4)).tensor_split(n))
-
-
-def dirichlet_shards(labels: Tensor, n: int, alpha: float, seed: int) -> list[Tensor]:
-    """For each label, the shares of the replicas are drawn from Dirichlet(alpha). Nobody is left without a sample."""
-    rng = np.random.default_rng(seeds.derive(seed, -5))
-    parts: list[list[int]] = [[] for _ in range(n)]
-    for label in labels.unique().tolist():
-        members = rng.permutation(torch.nonzero(labels == label).flatten().numpy())
-        cuts = (np.cumsum(rng.dirichlet(np.full(n, alpha)))[:-1] * len(members)).round().astype(int)
-        for part, share in zip(parts, np.split(members, cuts), strict=True):
-            part.extend(share.tolist())
-    for part in parts:
-        while not part:
-            part.append(max(parts, key=len).pop())
-    return [torch.tensor(part) for part in parts]
-
-
 def sampler(partition: str, data: Source | Batch, n: int, batch: int, seed: int) -> Sampler:
     """The Sampler that a person names."""
     data = source(data)
     name = plain_name(check_partition(partition))
     if isinstance(data, Text):
-        if name == "dirichlet":
+        if name not in ("reshuffled", "shards"):
             raise GossamerError(f"partition {partition!r} is not for a text, which has no labels; use reshuffled or shards")
         return Streams(data, n, batch, seed, name == "reshuffled")
-    return _PARTITIONS.make(partition, data, n, batch, seed)
+    whole = Reshuffled(data, n, batch, seed)  # refuses what can't be split, before it is
+    if name == "reshuffled":
+        return whole
+    return Sharded(data, n, batch, seed, _PARTITIONS.make(partition, data, n, seed))
 
 
 def check_partition(partition: str) -> str:
@@ -155,21 +144,63 @@ def check_partition(partition: str) -> str:
     _, options = _PARTITIONS.read(partition)
     if not 0 < options.get("alpha", 1) < float("inf"):
         raise GossamerError(f"partition {partition!r} is not of the form dirichlet:alpha=0.3 with alpha above 0")
+    if options.get("k", 1) < 1:
+        raise GossamerError(f"partition {partition!r}: each replica holds at least one label, so k is at least 1")
     return partition
 
 
-def _shards(data: Source, n: int, batch: int, seed: int) -> Sampler:
-    Reshuffled(data, n, batch, seed)  # refuses what can't be split, before it is
-    return Sharded(data, n, batch, seed, even_shards(len(data), n, seed))
+def _by(data: Source, what: str) -> Tensor:
+    """One integer per sample: its label, or its group."""
+    found: Tensor | None = getattr(data, what)
+    if found is None:
+        raise GossamerError(f"this partition needs one integer {what[:-1]} per sample; this task has none")
+    return found.cpu()
 
 
-def _dirichlet(data: Source, n: int, batch: int, seed: int, alpha: float) -> Sampler:
-    if data.labels is None:
-        raise GossamerError(f"partition 'dirichlet:alpha={alpha:g}' needs one integer label per sample; this task has none")
-    Reshuffled(data, n, batch, seed)
-    return Sharded(data, n, batch, seed, dirichlet_shards(data.labels.cpu(), n, alpha, seed))
+def _reshuffled(data: Source, n: int, seed: int) -> Shards:
+    """Every replica may see every sample."""
+    return [torch.arange(len(data))] * n
 
 
-_PARTITIONS: Registry[Sampler] = Registry(
-    "partition", {"reshuffled": Reshuffled, "shards": _shards, "dirichlet": _dirichlet}, own=("n", "batch", "seed")
+def _shards(data: Source, n: int, seed: int) -> Shards:
+    return partitions.even(len(data), n, seed)
+
+
+def _unequal(data: Source, n: int, seed: int, alpha: float = 1.0) -> Shards:
+    return partitions.unequal(len(data), n, alpha, seed)
+
+
+def _dirichlet(data: Source, n: int, seed: int, alpha: float) -> Shards:
+    return partitions.dirichlet(_by(data, "labels"), n, alpha, seed)
+
+
+def _dirichlet_equal(data: Source, n: int, seed: int, alpha: float) -> Shards:
+    return partitions.dirichlet_equal(_by(data, "labels"), n, alpha, seed)
+
+
+def _classes(data: Source, n: int, seed: int, k: int) -> Shards:
+    return partitions.classes(_by(data, "labels"), n, k, seed)
+
+
+def _groups(data: Source, n: int, seed: int) -> Shards:
+    return partitions.groups(_by(data, "groups"), n, seed)
+
+
+def _file(data: Source, n: int, seed: int, path: str) -> Shards:
+    return partitions.load(Path(path), len(data), n)
+
+
+_PARTITIONS: Registry[Shards] = Registry(
+    "partition",
+    {
+        "reshuffled": _reshuffled,
+        "shards": _shards,
+        "unequal": _unequal,
+        "dirichlet": _dirichlet,
+        "dirichlet-equal": _dirichlet_equal,
+        "classes": _classes,
+        "groups": _groups,
+        "file": _file,
+    },
+    own=("n", "seed"),
 )

@@ -49,6 +49,11 @@ class Source(ABC):
         """One integer per sample, if there is such a thing."""
         return None
 
+    @property
+    def groups(self) -> Tensor | None:
+        """One integer per sample, the same for those that belong together (by one writer, of one file), if there is such a thing."""
+        return None
+
     def parts(self, size: int, most: int | None = None) -> Iterator[Batch]:
         """The first ``most`` samples in order, ``size`` at a time."""
         for index in torch.arange(min(len(self), most or len(self))).split(size):
@@ -56,14 +61,16 @@ class Source(ABC):
 
 
 class Tensors(Source):
-    """Samples along the first dimension of each tensor; the last tensor holds the labels."""
+    """Samples along the first dimension of each tensor; the last tensor holds the labels. ``groups``: see :class:`Source`."""
 
-    def __init__(self, *tensors: Tensor) -> None:
+    def __init__(self, *tensors: Tensor, groups: Tensor | None = None) -> None:
         if not tensors:
             raise GossamerError("a data set needs at least one tensor")
         if len({len(tensor) for tensor in tensors}) > 1:
             raise GossamerError(f"the tensors of a data set have {[len(t) for t in tensors]} samples; they must agree")
-        self.tensors = tensors
+        if groups is not None and len(groups) != len(tensors[0]):
+            raise GossamerError(f"groups are of {len(groups)} samples, and there are {len(tensors[0])}")
+        self.tensors, self._groups = tensors, groups
 
     def __len__(self) -> int:
         return len(self.tensors[0])
@@ -73,7 +80,11 @@ class Tensors(Source):
         return tuple(tensor[index] for tensor in self.tensors)
 
     def to(self, device: torch.device) -> Tensors:
-        return Tensors(*(tensor.to(device) for tensor in self.tensors))
+        return Tensors(*(tensor.to(device) for tensor in self.tensors), groups=self._groups)
+
+    @property
+    def groups(self) -> Tensor | None:
+        return self._groups
 
     def describe(self) -> list[list[int]]:
         return [list(tensor.shape) for tensor in self.tensors]

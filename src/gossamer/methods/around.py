@@ -28,6 +28,7 @@ class Around(Method):
     sums = property(lambda self: self.around.sums)
     static = property(lambda self: self.around.static)
     optimizer = property(lambda self: self.around.optimizer)
+    rows = property(lambda self: self.around.rows)
 
     def does(self, moment: str) -> bool:
         return moment in self.own or self.around.does(moment)

@@ -32,6 +32,7 @@ class Method:
     sums: ClassVar[Literal["rows", "columns", "both"]] = "rows"  # of W: those that must be 1
     static: ClassVar[bool] = False  # whether it needs the same W in every step
     optimizer: ClassVar[Literal["any", "plain SGD", "Adam"]] = "any"  # plain SGD: the method makes the whole direction itself
+    rows: ClassVar[int] = 1  # vectors that travel in a step
     shares_momentum: ClassVar[bool] = False  # whether it calls ``Step.share_momentum``
     by_name: ClassVar[bool] = True  # whether a person may ask for it by its name
 

@@ -19,7 +19,7 @@ class MomentumTracking(Method):
       replica's own gradient.
     """
 
-    name, sums, optimizer = "momentum-tracking", "both", "plain SGD"
+    name, sums, optimizer, rows = "momentum-tracking", "both", "plain SGD", 2
     beta: float = 0.9
     start: Literal["mean", "own"] = "mean"
 

@@ -17,7 +17,7 @@ class NormalizedTracking(Method):
     - ``beta``: how slowly the momentum follows.
     """
 
-    name, sums, optimizer = "gt-nsgdm", "both", "plain SGD"
+    name, sums, optimizer, rows = "gt-nsgdm", "both", "plain SGD", 2
     beta: float = 0.9
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from gossamer.rows.vector import Vector
 class GradientTracking(Method):
     """y <- y + g - g_before; x <- W (x - η y); y <- W y. The mean of y is the mean of g. Two rows travel in each step."""
 
-    name, sums, optimizer = "tracking", "both", "plain SGD"
+    name, sums, optimizer, rows = "tracking", "both", "plain SGD", 2
 
     def state(self, like: Vector) -> dict[str, Vector]:
         return {"y": like.zeros(), "g": like.zeros()}

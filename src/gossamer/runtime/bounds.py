@@ -62,7 +62,7 @@ def _gossip(cluster: Cluster, workload: Workload, method: Gossip, compute: np.nd
     made = graph_of(method, cluster.n, cluster.per_host)
     if len({made.graph(0, epoch, 10).name for epoch in range(10)}) > 1:  # a schedule that changes with the epoch
         return float(compute.max())
-    graph, row, every = made.graph(0, 0, 1), workload.row_bytes, method.local_steps
+    graph, row, every = made.graph(0, 0, 1), method.rows * workload.row_bytes, method.local_steps
     if method.graph == ALL_REDUCE:
         return float((compute + network.slices(cluster, graph.rounds[0], row).seconds).max())
     steps = graph.period * every if iterations is None else iterations

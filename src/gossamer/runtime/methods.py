@@ -1,19 +1,24 @@
 """Ways to train on several workers, as the model knows them.
 
 ``parse`` reads them as a person writes them: ``"ddp"``, ``"ddp, float16"``, ``"ddp (no overlap)"``,
-``"one-peer-exponential, bfloat16, H=4"``, ``"complete, atc"``, ``"ring, edges"``, ``"all-reduce"``, ``"ada-auto"``,
+``"one-peer-exponential, bfloat16, H=4"``, ``"complete, atc"``, ``"ring, tracking"``,
+``"ring, choco:wire=sign"``, ``"ring, edges"``, ``"all-reduce"``, ``"ada-auto"``,
 ``"decent-dp: hypercube"``, ``"sgp"``.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+import torch
 
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph, plain_name, told_hosts
-from gossamer.methods import ALL_REDUCE, Averaging, Order
+from gossamer.methods import ALL_REDUCE, Around, Averaging, Order
+from gossamer.methods import Method as Rule
+from gossamer.rows.wires import WIRES
 from gossamer.schedules import Schedule, schedule
 
 
@@ -45,7 +50,9 @@ class DDP(Method):
 
 @dataclass(frozen=True)
 class Gossip(Method):
-    """Gossamer's ``DecentralizedDataParallel``, with its options. ``verb``: how rows travel; "auto" is what the library does."""
+    """Gossamer's ``DecentralizedDataParallel``, with its options. ``verb``: how rows travel; "auto" is what the library does. ``rule``: a
+    method that averages after the update, as atc does, but sends more vectors, or in fewer bytes; what it computes beside is not in the
+    model."""
 
     graph: str | Graph | Schedule = "one-peer-exponential"
     order: Order = "awc"
@@ -53,6 +60,7 @@ class Gossip(Method):
     local_steps: int = 1
     send_copy: bool = False
     verb: Literal["auto", "edges", "slices"] = "auto"
+    rule: Rule | None = None
 
     def __post_init__(self) -> None:
         Averaging(self.graph, wire=self.wire, every=self.local_steps)  # checked there
@@ -60,7 +68,7 @@ class Gossip(Method):
     @property
     def label(self) -> str:
         parts = [_name(self.graph)]
-        parts += [self.order] if self.order == "atc" else []
+        parts += [self.rule.describe()] if self.rule is not None else [self.order] if self.order == "atc" else []
         parts += [self.wire] if self.wire != "float32" else []
         parts += [f"H={self.local_steps}"] if self.local_steps > 1 else []
         parts += ["send_copy"] if self.send_copy else []
@@ -69,7 +77,13 @@ class Gossip(Method):
 
     @property
     def edge_share(self) -> float:
-        return 0.5 if self.wire == "bfloat16" else 1.0
+        own = WIRES[getattr(self.rule, "wire", "float32")].share(torch.float32)
+        return own if own < 1 else 0.5 if self.wire == "bfloat16" else 1.0
+
+    @property
+    def rows(self) -> int:
+        """Vectors that travel in a step."""
+        return 1 if self.rule is None else self.rule.rows
 
 
 @dataclass(frozen=True)
@@ -135,8 +149,9 @@ def parse(text: str) -> Method:
     assert isinstance(how.graph, str)
     by_itself = plain_name(how.graph) == "ada-auto"
     order = how.method.name if how.method is not None else "atc" if by_itself else "awc"
-    if order not in ("awc", "atc"):
-        raise GossamerError(
-            f"method {text!r}: the runtime model knows awc and atc; what {order!r} takes beside them is not in it"
-        )
-    return Gossip(how.graph, order, how.wire, how.every, **own)  # type: ignore[arg-type]
+    if order in ("awc", "atc"):
+        return Gossip(how.graph, order, how.wire, how.every, **own)  # type: ignore[arg-type]
+    if isinstance(how.method, Around):
+        raise GossamerError(f"method {text!r}: how often {order!r} averages is not in the runtime model; leave it out")
+    made = Gossip(how.graph, "atc", how.wire, how.every, **own, rule=how.method)  # type: ignore[arg-type]
+    return made if made.edge_share in (0.5, 1.0) else replace(made, verb="edges")  # codes can't be added up on the way

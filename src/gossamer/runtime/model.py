@@ -129,7 +129,7 @@ class GossipStepper(Stepper):
 
     def make(self, round_: Round) -> Transfer:
         m = self.method
-        made = network.by_library(self.cluster, round_, self.work.row_bytes, m.edge_share, m.verb)
+        made = network.by_library(self.cluster, round_, m.rows * self.work.row_bytes, m.edge_share, m.verb)
         return made.dragged(self.cluster.costs.drag) if m.order == "awc" else made
 
     def round(self, t: int, epoch: int, epochs: int) -> Round:
