@@ -69,7 +69,8 @@ class PushSum(Method):
         s.x.div_(w)
 
     def members_changed(self, s: Step) -> None:
-        """Newcomers were sent nothing, so all begin anew."""
+        """Weights of those that left are lost, newcomers have a donor's and were sent nothing: all begin anew, from what models show."""
+        s.state["w"].zero_().add_(1.0)
         if self.quantized:
             s.state["copy"].zero_()
             s.state["mixed"].zero_()
