@@ -444,7 +444,7 @@ def test_auto_is_timed_once_per_scale_and_kept(tmp_path):
         (["compare", "EMPTY", "EMPTY"], "there is no DBench output in"),
         (["report", "CORRUPT"], "is damaged or not a DBench store"),
         (["results", "FOREIGN"], "is not a DBench store, but some other SQLite file"),
-        (["results", "OLD"], "has schema version 0; this Gossamer reads version 2"),
+        (["results", "OLD"], "has schema version 0; this Gossamer reads version 3"),
         (["report", "UNFINISHED"], "no finished run yet"),
         (["bench", "quickstart", "--out", "FRESH", "--device", "nonsense"], "device 'nonsense' can't be used here"),
         (["bench", "TYPO", "--out", "FRESH"], "momentun"),

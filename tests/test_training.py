@@ -464,3 +464,24 @@ def test_learning_rate_shapes_and_scaling():
         LearningRate(0.1, scaling="cubic")
     with pytest.raises(GossamerError, match="learning rate -1"):
         LearningRate(-1)
+
+
+def test_replicas_are_also_held_to_the_labels_of_their_own_data():
+    """Spread, and the metric on data like their own: by hand, from each replica's answers."""
+    toy = task(mlp)
+    trainer = Trainer(toy, settings(replicas=4, partition="classes:k=3"), "ring")
+    trainer.run(until=6)
+    found = trainer.evaluate()
+    x, y = toy.test
+    values, owns = [], []
+    for i, shard in enumerate(trainer.batches.shards):
+        with trainer.replicas.replica(i) as model, torch.no_grad():
+            right = (model(x).argmax(-1) == y).double()
+        values.append(float(right.mean()))
+        held = toy.train[1][shard]
+        share = {label: float((held == label).double().mean()) for label in held.unique().tolist() if (y == label).any()}
+        owns.append(sum(part * float(right[y == label].mean()) for label, part in share.items()) / sum(share.values()))
+    assert found.mean == pytest.approx(sum(values) / 4)
+    assert found.spread == pytest.approx(float(torch.tensor(values, dtype=torch.float64).std(unbiased=False)))
+    assert found.own == pytest.approx(sum(owns) / 4)
+    assert Trainer(toy, settings(replicas=4), "ring").evaluate().own is None

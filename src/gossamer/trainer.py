@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from gossamer.checkpoints.worker import layout as worker_layout
 from gossamer.data import seeds
 from gossamer.data.sampling import sampler
 from gossamer.data.sources import Draw, source
-from gossamer.data.tasks import Task
+from gossamer.data.tasks import Evaluation, Task
 from gossamer.errors import GossamerError, TrainingDiverged
 from gossamer.graphs import Graph
 from gossamer.members.outages import Attendance, Outage, donors
@@ -68,16 +69,6 @@ class Settings:
     wire: str = "float32"  # bfloat16: rows that travel by edges are rounded (see mixer.py)
     local_steps: int = 1  # average every that many steps
     outages: tuple[Outage, ...] = ()  # workers that fail and perhaps come back (see outages.py); in one process only
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The metric of the averaged model, the mean and the worst over the replicas, and the averaged model on training data."""
-
-    value: float
-    mean: float
-    worst: float
-    train: float
 
 
 class Trainer:
@@ -331,22 +322,30 @@ class Trainer:
         n = replicas.r * (self.exchange.size if self.exchange is not None else 1)
         some = n if singles is None else max(1, min(singles, n))
         chosen = {k * n // some for k in range(some)}
-        mine, last = [math.nan] * replicas.r, -1
+        mine, own, last = [math.nan] * replicas.r, [math.nan] * replicas.r, -1
+        shares = self.batches.label_counts() if self.test.labels is not None else None
         for i in range(replicas.r):
             if start + i in chosen:
                 if self.exchange is None and stop():
                     return None
                 if last >= 0 and replicas.alike(i, last):
                     mine[i] = mine[last]
-                else:
+                elif shares is None:
                     with replicas.replica(i) as model:
                         mine[i] = metric.of(model, self.test)
+                else:
+                    with replicas.replica(i) as model:
+                        mine[i], means = metric.by_label(model, self.test)
+                if shares is not None:
+                    own[i] = metric.of_labels(means, shares[self.members[start + i]])
                 last = i
-        everyone = self.mixer.gather(torch.tensor(mine, dtype=torch.float64), "evaluate").tolist()
-        values = [everyone[k] for k in sorted(chosen)]
+        both = self.mixer.gather(torch.tensor([mine, own], dtype=torch.float64).T.contiguous(), "evaluate")
+        values, owns = both[sorted(chosen)].T.tolist()
         with self.averaged() as model:
             value, seen = metric.of(model, self.test), metric.of(model, self.train, len(self.test))
-        return Evaluation(value, sum(values) / len(values), metric.worst(values), seen)
+        mean, spread = sum(values) / len(values), statistics.pstdev(values)
+        personal = None if shares is None else statistics.fmean(owns)
+        return Evaluation(value, mean, metric.worst(values), seen, spread, personal)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[nn.Module]:

@@ -51,6 +51,10 @@ class Sampler(ABC):
             )
         return steps
 
+    def label_counts(self) -> list[Tensor] | None:
+        """Of each replica's own samples, how many have which label; None if any replica may see any sample, or there are no labels."""
+        return None
+
     @abstractmethod
     def table(self, epoch: int) -> Tensor:
         """Sample indices ``[steps_per_epoch, n, batch]`` of one epoch."""
@@ -81,6 +85,10 @@ class Sharded(Sampler):
     def table(self, epoch: int) -> Tensor:
         count = self.steps_per_epoch * self.size
         return torch.stack([self._stream(i, epoch * count, count) for i in range(self.n)], dim=1)
+
+    def label_counts(self) -> list[Tensor] | None:
+        labels = self.data.labels
+        return None if labels is None else [labels.cpu()[shard].bincount() for shard in self.shards]
 
     def _stream(self, i: int, start: int, count: int) -> Tensor:
         shard = self.shards[i]

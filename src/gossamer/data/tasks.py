@@ -35,7 +35,29 @@ class Metric:
             for scores in self.scores(model, data, most):
                 total += float(scores.double().sum())
                 count += scores.numel()
-        mean = total / count
+        return self._through(total / count)
+
+    def by_label(self, model: nn.Module, data: Source) -> tuple[float, Tensor]:
+        """The same, and the mean score of each label, NaN for one that is not there. For data with one label per sample."""
+        labels, total, parts = data.labels, 0.0, []
+        assert labels is not None
+        with torch.no_grad():
+            for scores in self.scores(model, data, None):
+                total += float(scores.double().sum())
+                parts.append(scores.double().flatten().cpu())
+        counts = labels.cpu().bincount().double()
+        sums = labels.cpu().bincount(torch.cat(parts), minlength=len(counts))
+        return self._through(total / len(data)), sums / counts
+
+    def of_labels(self, means: Tensor, shares: Tensor) -> float:
+        """The metric on data in which labels have these shares. Labels of which nothing is known are left out."""
+        width = min(len(means), len(shares))
+        known = ~means[:width].isnan()
+        weights = shares[:width].double() * known
+        total = float(weights.sum())
+        return self._through(float((weights * means[:width].nan_to_num()).sum()) / total) if total else math.nan
+
+    def _through(self, mean: float) -> float:
         return mean if self.through == "mean" else math.exp(min(mean, 700.0))
 
     def scores(self, model: nn.Module, data: Source, most: int | None) -> Iterator[Tensor]:
@@ -56,6 +78,20 @@ def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 ACCURACY = Metric("accuracy", _accuracy)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The metric of the averaged model, the mean and the worst over the replicas, and the averaged model on training data. ``spread``: the
+    standard deviation over the replicas. ``own``: the mean over the replicas of the metric on data with the labels of their own
+    training data, if these are split for good and have labels."""
+
+    value: float
+    mean: float
+    worst: float
+    train: float
+    spread: float = 0.0
+    own: float | None = None
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,8 @@ def run_cell(
         "value": result and result.value,
         "value_mean": result and result.mean,
         "value_worst": result and result.worst,
+        "value_spread": result and result.spread,
+        "value_own": result and result.own,
         "value_train": result and result.train,
         "steps": trainer.step,
         "bytes": trainer.bytes,

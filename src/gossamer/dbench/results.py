@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gossamer.dbench.analysis import RunData, load
-from gossamer.dbench.store import Store
+from gossamer.dbench.store import Run, Store
 from gossamer.rows.profile import MEASURES
 
 
@@ -32,6 +32,9 @@ def results(store: Store) -> list[dict[str, Any]]:
             "value": run.value,
             "value_mean": run.value_mean,
             "value_worst": run.value_worst,
+            "value_spread": run.value_spread,
+            "value_own": run.value_own,
+            "fairness": _fairness(run),
             "value_train": run.value_train,
             "bytes_per_replica": run.bytes,
             "steps": run.steps,
@@ -44,6 +47,13 @@ def results(store: Store) -> list[dict[str, Any]]:
         }
         for run in store.runs()
     ]
+
+
+def _fairness(run: Run) -> float | None:
+    """Jain's index of the single replicas' values: 1 if all are equal, 1/n if all but one are 0."""
+    if run.value_mean is None or run.value_spread is None or not run.value_mean:
+        return None
+    return 1 / (1 + (run.value_spread / run.value_mean) ** 2)
 
 
 def _predicted(data: RunData | None) -> float | None:

@@ -26,14 +26,15 @@ from gossamer.trainer import EpochRecord
 
 FILE = "dbench.sqlite"
 _APPLICATION = 0x676F7373  # "goss", so that a foreign SQLite file is known as one
-_VERSION = 2
-_READABLE = (1, 2)  # 1 knew no failures
+_VERSION = 3
+_READABLE = (1, 2, 3)  # 1 knew no failures; 2 no spread over the replicas, and no metric on their own data
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE runs (
     id INTEGER PRIMARY KEY, method TEXT NOT NULL, replicas INTEGER NOT NULL, seed INTEGER NOT NULL, failures TEXT NOT NULL,
     status TEXT NOT NULL, message TEXT, machine TEXT, backend TEXT, threads INTEGER, tensors TEXT, steps INTEGER,
-    value REAL, value_mean REAL, value_worst REAL, value_train REAL, bytes INTEGER, seconds REAL, consensus_distance REAL,
+    value REAL, value_mean REAL, value_worst REAL, value_spread REAL, value_own REAL, value_train REAL,
+    bytes INTEGER, seconds REAL, consensus_distance REAL,
     UNIQUE (method, replicas, seed, failures));
 CREATE TABLE epochs (
     run INTEGER NOT NULL, epoch INTEGER NOT NULL, step INTEGER NOT NULL, lr REAL, train_loss REAL, value REAL, graph TEXT,
@@ -82,6 +83,8 @@ class Run:
     seconds: float | None
     consensus_distance: float | None
     failures: str = NONE
+    value_spread: float | None = None
+    value_own: float | None = None
 
     @property
     def cell(self) -> Cell:
@@ -140,7 +143,7 @@ class Store:
         for key, value in meta.items():
             # The spec through today's Spec, so that a key which is new since then and has its default is no difference.
             before = store.spec().model_dump(mode="json") if key == "spec" else store.meta(key)
-            if key == "spec" and store._version == _VERSION and _grown(before, value):
+            if key == "spec" and store._version >= 2 and _grown(before, value):
                 store._grow(spec)
                 continue
             found = differences(before, value)
@@ -187,12 +190,14 @@ class Store:
         return build(self.meta("spec"), str(self.path))
 
     def runs(self) -> list[Run]:
-        columns = ", ".join(Run.__dataclass_fields__)
-        if self._version == 1:
-            columns = columns.replace("failures", f"'{NONE}'")
+        there, otherwise = self._columns(), {"failures": f"'{NONE}'"}  # of older versions some are missing
+        columns = ", ".join(name if name in there else otherwise.get(name, "NULL") for name in Run.__dataclass_fields__)
         rows = self._query(f"SELECT {columns} FROM runs ORDER BY id")
         named = [dict(zip(Run.__dataclass_fields__, row, strict=True)) for row in rows]
         return [Run(**(row | {"tensors": tuple(json.loads(row["tensors"] or "[]"))})) for row in named]
+
+    def _columns(self) -> set[str]:
+        return {row[1] for row in self._query("PRAGMA table_info(runs)")}
 
     def run(self, run: int) -> Run:
         return next(r for r in self.runs() if r.id == run)
@@ -251,6 +256,7 @@ class Store:
         """The last rows and the result in one transaction: a run is finished whole or not at all."""
         with self._transaction() as db:
             _add(db, run, *rest)
+            numbers = {name: number for name, number in numbers.items() if name in self._columns()}
             columns = ", ".join(f"{name} = ?" for name in numbers)
             db.execute(
                 f"UPDATE runs SET status = ?, message = ?, {columns} WHERE id = ?", (status, message, *numbers.values(), run)
