@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gossamer.methods.base import Method
 from gossamer.methods.step import Step
-from gossamer.rows.vector import Vector
+from gossamer.methods.tracking import GradientTracking
 
 
 @dataclass(frozen=True)
-class MomentumTracking(Method):
+class MomentumTracking(GradientTracking):
     """m <- β m + g; y <- y + m - m_before; x <- W (x - η y); y <- W y. The mean of y is the mean of m. Two rows travel in each step.
 
     - ``beta``: 0 is ``tracking``.
@@ -19,15 +18,12 @@ class MomentumTracking(Method):
       replica's own gradient.
     """
 
-    name, sums, optimizer, rows = "momentum-tracking", "both", "plain SGD", 2
+    name, tracked = "momentum-tracking", "m"
     beta: float = 0.9
     start: Literal["mean", "own"] = "mean"
 
     def __post_init__(self) -> None:
         self.within("beta", "[0, 1)")
-
-    def state(self, like: Vector) -> dict[str, Vector]:
-        return {"y": like.zeros(), "m": like.zeros()}
 
     def before_update(self, s: Step) -> None:
         y, m = s.state["y"], s.state["m"]
@@ -39,13 +35,3 @@ class MomentumTracking(Method):
         m.mul_(self.beta).add_(s.grad)
         y.add_(m)
         s.grad.copy_(y)
-
-    def after_update(self, s: Step) -> None:
-        y = s.state["y"]
-        mixed = s.mix(s.x, y)
-        s.look()
-        mixed.into(s.x, y)
-
-    def members_changed(self, s: Step) -> None:
-        """The mean of y over other replicas than before is that of their m again."""
-        s.state["y"].copy_(s.state["m"])

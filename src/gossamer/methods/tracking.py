@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from gossamer.methods.base import Method
 from gossamer.methods.step import Step
@@ -15,8 +16,10 @@ class GradientTracking(Method):
 
     name, sums, optimizer, rows = "tracking", "both", "plain SGD", 2
 
+    tracked: ClassVar[str] = "g"  # the own vector whose mean over all replicas that of y is
+
     def state(self, like: Vector) -> dict[str, Vector]:
-        return {"y": like.zeros(), "g": like.zeros()}
+        return {"y": like.zeros(), self.tracked: like.zeros()}
 
     def before_update(self, s: Step) -> None:
         y, g = s.state["y"], s.state["g"]
@@ -31,5 +34,5 @@ class GradientTracking(Method):
         mixed.into(s.x, y)
 
     def members_changed(self, s: Step) -> None:
-        """The mean of y over other replicas than before is that of their g again."""
-        s.state["y"].copy_(s.state["g"])
+        """The mean of y over other replicas than before is that of what they track again."""
+        s.state["y"].copy_(s.state[self.tracked])
