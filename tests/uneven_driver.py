@@ -52,6 +52,23 @@ def numbers_of_steps(graph, steps, **options):
     return model
 
 
+def replicas_of_all_reduce_stay_the_same(steps):
+    """To the bit: parameters after the block, and after further steps, for which the optimizer's state has to be the same as well."""
+    torch.manual_seed(0)
+    model = DecentralizedDataParallel(nn.Linear(20, 10).double(), "all-reduce", timeout=30)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model.gossip(optimizer)
+    torch.manual_seed(dist.get_rank())
+    with model.uneven():
+        for _ in range(steps[dist.get_rank()]):
+            step(model, optimizer)
+            time.sleep(0.003)
+    for _ in range(4):
+        rows = everyone(model)
+        assert (rows == rows[0]).all(), (rows - rows[0]).abs().max()
+        step(model, optimizer)
+
+
 def the_same_number_changes_nothing():
     model = numbers_of_steps("ring", [12] * dist.get_world_size())
     assert model.steps == 15
@@ -109,6 +126,9 @@ def main():
     numbers_of_steps("exponential", [0, 10, 30, 30, 31], send_copy=True)
     numbers_of_steps("ring", [36, 7, 36, 7, 36], order="atc", local_steps=2)
     numbers_of_steps("all-reduce", [5, 30, 5, 30, 30])
+    replicas_of_all_reduce_stay_the_same([5, 30, 5, 30, 30])
+    replicas_of_all_reduce_stay_the_same([20, 21, 22, 20, 21])  # within the grace: nobody leaves
+    replicas_of_all_reduce_stay_the_same([3, 90, 60, 3, 90])
     print("all done")
 
 

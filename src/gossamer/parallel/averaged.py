@@ -70,10 +70,10 @@ def broadcast(flat: Flat, exchange: Exchange) -> None:
         _write(t, sent.reshape(t.shape))
 
 
-def hand_over(flat: Flat, exchange: Exchange, donors: dict[int, int]) -> None:
-    """Each of ``donors`` gets the parameters and buffers of its donor. All take part, so that all count alike."""
+def hand_over(flat: Flat, exchange: Exchange, donors: dict[int, int], also: Sequence[Tensor] = ()) -> None:
+    """Each of ``donors`` gets the parameters and buffers of its donor, and what is in ``also``. All take part, so that all count alike."""
     to = [q for q, donor in donors.items() if donor == exchange.rank]
-    for t in [block.x[0] for block in flat.blocks] + flat.rest():
+    for t in [*(block.x[0] for block in flat.blocks), *flat.rest(), *also]:
         tag = exchange.collective_tag("uneven()")
         sent = t.contiguous().flatten()
         row = sent.view(torch.uint8)

@@ -275,6 +275,13 @@ class Driver:
         if self.mixer.fault is not None:
             self._leave(self.mixer.fault)
 
+    def optimizer_state(self) -> list[torch.Tensor]:
+        """All tensors of it, in the same order on all workers."""
+        states = (
+            optimizer.state.get(p, {}) for optimizer in self.optimizers for g in optimizer.param_groups for p in g["params"]
+        )
+        return [state[key] for state in states for key in sorted(state) if isinstance(state[key], torch.Tensor)]
+
     def idle_step(self) -> None:
         """A step without training, for the sake of the others."""
         self._without_training(self._last_means if self.method.does("after_backward") else 0)

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from gossamer.errors import GossamerError
 from gossamer.members.changes import Participation
 from gossamer.members.membership import Membership, Turn
 from gossamer.members.store import GivenSeat
@@ -19,6 +21,7 @@ from gossamer.transport.exchange import Exchange
 if TYPE_CHECKING:
     from gossamer.parallel.driver import Driver
 
+_NEVER = 1e9  # more steps than any worker misses
 _GRACE = 0.3  # seconds (and two steps) that are given to the others to finish as well
 
 
@@ -32,6 +35,7 @@ class Stretch(Participation):
         self._membership = Membership(seat, f"uneven/{number}", link, link.timeout)
         self._step, self._step_began, self._step_seconds = driver.steps, time.monotonic(), 0.0
         self._reunion: Turn | None = None
+        self._idle = 0  # steps that the others did while this worker had no more data
 
     def before(self, step: int) -> None:
         """Before a step begins: change to the graph of the workers that are left, if this is the step for it."""
@@ -55,6 +59,7 @@ class Stretch(Participation):
                 return
             if not membership.member.stands:
                 driver.idle_step()
+                self._idle += 1
 
     def rejoin(self) -> None:
         """When no worker has data left: all are in the graph again, at the same step. Who left early takes over the parameters of one
@@ -65,11 +70,28 @@ class Stretch(Participation):
         exchange.change(link, places)
         exchange.collectives = 0  # alike on all
         self.mixer.resize()
+        donors, also = change.joined, list[Tensor]()
+        if self._driver.method.averages == "gradients":
+            donors, also = self._all_alike(donors)
         with torch.no_grad():
-            averaged.hand_over(flat, exchange, change.joined)
+            averaged.hand_over(flat, exchange, donors, also)
         self._membership.close(orderly=True)
         exchange.gather(flat.blocks[0].x.new_zeros(1), "uneven()")  # all know it: now the process that holds the store may end
         self._driver.steps, self._driver.members_moved = change.step, True
+
+    def _all_alike(self, joined: dict[int, int]) -> tuple[dict[int, int], list[Tensor]]:
+        """Where gradients are averaged all replicas are the same, so those that missed updates take over all of one that did not: its
+        optimizers' state too."""
+        exchange, state = self.exchange, self._driver.optimizer_state()
+        missed = self._idle + (_NEVER if exchange.rank in joined else 0)
+        everyone = exchange.gather(torch.tensor([missed, len(state)], dtype=torch.float64), "uneven()")
+        least = int(everyone[:, 0].argmin())
+        if bare := [q for q in range(exchange.size) if everyone[q, 1] != everyone[least, 1]]:
+            raise GossamerError(
+                f"uneven() with all-reduce: the optimizer of rank {exchange.link.names[exchange.living[bare[0]]]} has no state, "
+                "because that worker had no batch at all; give each worker at least one"
+            )
+        return {q: least for q in range(exchange.size) if everyone[q, 0] > everyone[least, 0]}, state
 
     def abandon(self) -> None:
         self._membership.close(orderly=False)
