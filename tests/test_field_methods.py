@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from gossamer import GossamerError, graphs
-from gossamer.methods import method
+from gossamer import GossamerError, Recipe, Settings, Trainer, graphs
+from gossamer.methods import Averaging, method
+from gossamer.schedules import schedule
+from tests.models import task
 from tests.test_methods import COLUMNS, OPTIMUM, A, H, N, Run, after, close
 
 SIZES = [1, 2, 5, 8]
@@ -424,3 +426,82 @@ def test_compressed_methods_refuse_graphs_that_change():
     ):
         with pytest.raises(GossamerError, match=message):
             method(text)
+
+
+# --- What a review found -----------------------------------------------------------------------------------------------------------------
+
+
+def spread_of(algorithm, graph="ring", local_steps=1):
+    made = Trainer(task(), Settings(8, 2, 8, algorithm=algorithm, optimizer=Recipe("sgd", 0.1), local_steps=local_steps), graph)
+    made.run(until=9)
+    return made
+
+
+def test_methods_that_need_one_w_refuse_local_steps():
+    for text in ("choco", "adagossip", "cd-adam", "d2", "push-sum:wire=8bits"):
+        advice = f"use '{text}:p=4'" if text in ("choco", "adagossip", "cd-adam") else "leave it at 1"
+        with pytest.raises(GossamerError, match=f"local_steps=4: method .* needs the same W in every step.*{advice}"):
+            Averaging.of("ring", text, every=4).refuse(schedule("ring", 8))
+    with pytest.raises(GossamerError, match="method 'choco' has a wire of its own; write 'choco:wire=bfloat16'"):
+        Averaging.of("ring", "choco", "bfloat16").refuse(schedule("ring", 8))
+    with pytest.raises(GossamerError, match="local_steps=4"):
+        spread_of("choco", local_steps=4)
+
+
+def test_methods_that_divide_by_the_learning_rate_need_one_of_it():
+    groups = [{"params": [torch.zeros(1)], "lr": 0.01}, {"params": [torch.zeros(1)], "lr": 0.1}]
+    for name in ("qgm", "gut"):
+        why = method(name).check(graphs.parse("ring", 8), [torch.optim.SGD(groups)])
+        assert "all parameter groups need the same one; these have 0.01, 0.1" in why
+    assert method("decentlam").check(graphs.parse("ring", 8), [torch.optim.SGD(groups)]) is None
+    late = [{"params": [torch.zeros(1)]}, {"params": [torch.zeros(1)], "momentum": 0.9}]
+    assert "this is SGD with momentum" in method("tracking").check(graphs.parse("ring", 8), [torch.optim.SGD(late, 0.1)])
+    turned = torch.optim.SGD([torch.zeros(1)], 0.1, maximize=True)
+    assert "this is SGD with maximize" in method("qgm").check(graphs.parse("ring", 8), [turned])
+
+
+def test_weight_decay_is_that_of_the_optimizer_under_gut():
+    made = Run("gut", "complete", h=torch.zeros_like(H), lr=0.1)
+    for group in made.optimizer.optimizers[0].param_groups:
+        group["weight_decay"] = 0.01
+    before = made.x.mean(0)
+    for _ in made.steps(100):
+        pass
+    close(made.x.mean(0), before * (1 - 0.1 * 0.01) ** 100, 1e-9)
+
+
+def test_push_sum_is_its_equation_with_any_optimizer():
+    """w x <- W (w x - η d(x)), also where d does not grow with the gradient."""
+    graph, n = "directed-random:degree=2.5,seed=3", N
+    made, w = Run("push-sum", graph), matrix(graph, n)
+    made.optimizer.optimizers[0] = torch.optim.Adam(made.optimizer.optimizers[0].param_groups[0]["params"], 0.05)
+    plain = [torch.zeros(n, COLUMNS, dtype=torch.float64, requires_grad=True)]
+    reference = torch.optim.Adam(plain, 0.05)
+    x, weights = made.x.clone(), torch.ones(n, 1, dtype=torch.float64)
+    for now in made.steps(30, lambda t: 0.05):
+        with torch.no_grad():
+            plain[0].copy_(x)
+        plain[0].grad = H * (x - A)
+        reference.step()
+        pushed = weights * x + (plain[0].detach() - x)
+        weights, pushed = w @ weights, w @ pushed
+        x = pushed / weights
+        close(now.x, x, 1e-8)
+
+
+def test_control_runs_whole_cycles_from_their_first_round():
+    """Of the base graph only the product from the first round on is exact."""
+    made = Run("atc + control:target=0.001,rounds=3", "base:k=1", n=5)
+    for now in made.steps(12):
+        assert distance(now.x) <= now.now.notes["control_reached"] + 1e-9
+    made = Run("choco:p=4,wire=float32,gamma=1 + control:target=0.001,rounds=60", "ring")
+    for now in made.steps(12):
+        assert distance(now.x) <= now.now.notes["control_reached"] * (1 + 1e-9)
+
+
+def test_means_of_all_around_what_does_not_average_are_refused():
+    assert "leave one out" in method("all-reduce + pga").check(graphs.parse("complete", 8))
+    assert "leave one out" in method("d-adam:p=3 + pga").check(graphs.parse("ring", 8))
+    assert "use it without pga" in method("push-sum:wire=8bits + pga").check(graphs.parse("ring", 8))
+    with pytest.raises(GossamerError, match="late=-1.0 is out of range"):
+        method("control:late=-1")

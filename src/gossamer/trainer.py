@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -323,7 +323,7 @@ class Trainer:
         some = n if singles is None else max(1, min(singles, n))
         chosen = {k * n // some for k in range(some)}
         mine, own, last = [math.nan] * replicas.r, [math.nan] * replicas.r, -1
-        shares = self.batches.label_counts() if self.test.labels is not None else None
+        shares = self.batches.label_counts() if metric.counts(self.test) else None
         for i in range(replicas.r):
             if start + i in chosen:
                 if self.exchange is None and stop():
@@ -343,8 +343,8 @@ class Trainer:
         values, owns = both[sorted(chosen)].T.tolist()
         with self.averaged() as model:
             value, seen = metric.of(model, self.test), metric.of(model, self.train, len(self.test))
-        mean, spread = sum(values) / len(values), statistics.pstdev(values)
-        personal = None if shares is None else statistics.fmean(owns)
+        mean, spread = sum(values) / len(values), float(np.std(values))
+        personal = None if shares is None else float(np.mean(owns))
         return Evaluation(value, mean, metric.worst(values), seen, spread, personal)
 
     @contextlib.contextmanager

@@ -13,7 +13,7 @@ LR, MOMENTUM, STEPS = 0.1, 0.9, 12
 
 
 @on_workers(4)
-@pytest.mark.parametrize("name", [*sorted(METHODS.makers), "atc in bfloat16"])
+@pytest.mark.parametrize("name", [*sorted(METHODS.makers), "atc in bfloat16", "push-sum in bfloat16"])
 def test_the_library_and_the_trainer_give_the_same_parameters(world, name):
     generator = torch.Generator().manual_seed(3)
     data = torch.randn(64, 6, generator=generator).double(), torch.randint(3, (64,), generator=generator)

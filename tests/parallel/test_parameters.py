@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -135,3 +136,19 @@ def test_parameters_without_a_gradient_are_averaged_all_the_same(world):
     optimizer.step()  # rank 1: no forward, no gradient
     close(model.module[0].weight.detach().flatten(), means[:30], 1e-6)
     assert model.steps == 1
+
+
+@on_workers(2)
+@pytest.mark.parametrize("method", ["d2", "gut:mu=0.1,beta=0.5", "choco", "tracking", "push-sum"])
+def test_a_methods_state_does_not_spoil_parameters_that_are_trained_later(world, method):
+    """With next to no learning rate they stay what they were."""
+    module = small(torch.float64)
+    module[0].requires_grad_(False)
+    model = world.model(module, "ring", method=method)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-9)
+    model.gossip(optimizer)
+    before = module[0].weight.detach().clone()
+    train(world, model, optimizer, 3)
+    module[0].requires_grad_(True)
+    train(world, model, optimizer, 3, start=3)
+    close(module[0].weight.detach(), before, 1e-3)  # CHOCO rounds

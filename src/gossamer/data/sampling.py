@@ -88,7 +88,9 @@ class Sharded(Sampler):
 
     def label_counts(self) -> list[Tensor] | None:
         labels = self.data.labels
-        return None if labels is None else [labels.cpu()[shard].bincount() for shard in self.shards]
+        if labels is None or labels.dtype == torch.bool or int(labels.min()) < 0:
+            return None
+        return [labels.cpu()[shard].bincount() for shard in self.shards]
 
     def _stream(self, i: int, start: int, count: int) -> Tensor:
         shard = self.shards[i]

@@ -37,6 +37,12 @@ class Metric:
                 count += scores.numel()
         return self._through(total / count)
 
+    @staticmethod
+    def counts(data: Source) -> bool:
+        """Whether samples have labels that can be counted: from 0 on."""
+        labels = data.labels
+        return labels is not None and labels.dtype != torch.bool and int(labels.min()) >= 0
+
     def by_label(self, model: nn.Module, data: Source) -> tuple[float, Tensor]:
         """The same, and the mean score of each label, NaN for one that is not there. For data with one label per sample."""
         labels, total, parts = data.labels, 0.0, []

@@ -33,6 +33,9 @@ class Method:
     static: ClassVar[bool] = False  # whether it needs the same W in every step
     optimizer: ClassVar[Literal["any", "plain SGD", "Adam"]] = "any"  # plain SGD: the method makes the whole direction itself
     rows: ClassVar[int] = 1  # vectors that travel in a step
+    own_wire: ClassVar[bool] = False  # whether rows travel as its option ``wire`` says, whatever the driver was told
+    one_rate: ClassVar[bool] = False  # whether it divides by the learning rate, so that all parameter groups need the same
+    plainly: ClassVar[bool] = False  # whether ``after_update`` does nothing to x but x <- W x
     shares_momentum: ClassVar[bool] = False  # whether it calls ``Step.share_momentum``
     by_name: ClassVar[bool] = True  # whether a person may ask for it by its name
 
@@ -77,10 +80,17 @@ class Method:
         if self.static and graph.period > 1:
             return f"method {self.name!r} needs the same W in every step, and {graph.name!r} has {graph.period}; use ring or exponential"
         for optimizer in optimizers if self.optimizer == "plain SGD" else ():
-            group = optimizer.param_groups[0]
-            if not isinstance(optimizer, torch.optim.SGD) or group["momentum"]:
-                shown = type(optimizer).__name__ + (" with momentum" if group.get("momentum") else "")
+            groups = optimizer.param_groups
+            extra = [key for key in ("momentum", "maximize") if any(group.get(key) for group in groups)]
+            if not isinstance(optimizer, torch.optim.SGD) or extra:
+                shown = " with ".join([type(optimizer).__name__, *extra[:1]])
                 return f"method {self.name!r} makes its own direction, so it needs SGD without momentum; this is {shown}"
+            if self.one_rate and len({float(group["lr"]) for group in groups}) > 1:
+                rates = ", ".join(f"{float(group['lr']):g}" for group in groups)
+                return (
+                    f"method {self.name!r} measures movements in units of the learning rate, so all parameter groups need the same one; "
+                    f"these have {rates}. Use 'atc', 'tracking' or 'decentlam'"
+                )
         for optimizer in optimizers if self.optimizer == "Adam" else ():
             if "adam" not in type(optimizer).__name__.lower():
                 return f"method {self.name!r} is written for Adam and its kin; this is {type(optimizer).__name__}; use 'atc' or 'choco'"

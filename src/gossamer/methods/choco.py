@@ -23,7 +23,7 @@ class Choco(Method):
     - ``p``: rows travel in every p-th step.
     """
 
-    name, sums, static = "choco", "both", True
+    name, sums, static, own_wire = "choco", "both", True, True
     bears: ClassVar[dict[str, float]] = {"4bits": 0.4, "sign": 0.1, "top-10%": 0.2, "top-1%": 0.04}
     gamma: float | None = None
     wire: WireName = "8bits"

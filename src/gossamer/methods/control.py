@@ -34,7 +34,8 @@ class ConsensusControl(Around):
     memory: float = 0.9
 
     def __post_init__(self) -> None:
-        for key, interval in (("target", "[0, inf]"), ("rounds", "[1, inf)"), ("memory", "[0, 1)")):
+        late = () if self.late is None else (("late", "[0, inf]"),)
+        for key, interval in (("target", "[0, inf]"), ("rounds", "[1, inf)"), ("memory", "[0, 1)"), *late):
             self.within(key, interval)
 
     def state(self, like: Vector) -> dict[str, Vector]:
@@ -55,12 +56,13 @@ class ConsensusControl(Around):
         phi, weight, fastest = seen[0].tolist()
         target = (self.late if self.late is not None and s.lr < fastest / 2 else self.target) * phi / weight
         rest = (1 - s.graph.spectral_gap()) ** s.graph.period
-        # The step's own round is measured for nothing, if it is all of W and comes after the update.
-        spent, reached = 0, moved * rest / (1 - rest) if s.graph.period == 1 and self.around.does("after_update") else math.inf
+        # The step's own round is measured for nothing, if it is all of W, and all that happens after the update.
+        whole = s.graph.period == 1 and s.round is s.graph.rounds[0] and self.around.plainly
+        spent, reached = 0, moved * rest / (1 - rest) if whole else math.inf
         while reached > target and spent < self.rounds:
             before = s.x.clone()
-            for k in range(s.graph.period):
-                s.mix(s.x, round=s.graph.round(s.t + 1 + spent * s.graph.period + k)).into(s.x)
+            for round_ in s.graph.rounds:  # from the first on: of some graphs only this product is exact
+                s.mix(s.x, round=round_).into(s.x)
             spent, reached = spent + 1, self._moved(s, before) * rest / (1 - rest)
         s.note(control_target=target, control_reached=reached, control_rounds=spent)
 

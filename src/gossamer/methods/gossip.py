@@ -30,7 +30,7 @@ class AdaptWhileCombine(Method):
 class AdaptThenCombine(Method):
     """x <- W (x - η d(x)): a local step, then averaging. On the complete graph with plain SGD it equals all-reduce."""
 
-    name = "atc"
+    name, plainly = "atc", True
 
     def after_update(self, s: Step) -> None:
         mixed = s.mix(s.x)

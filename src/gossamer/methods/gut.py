@@ -22,7 +22,7 @@ class GlobalUpdateTracking(Method):
     After a step with a learning rate of 0 the next one is plain averaging.
     """
 
-    name, sums, optimizer = "gut", "both", "plain SGD"
+    name, sums, optimizer, one_rate = "gut", "both", "plain SGD", True
     mu: float = 0.9
     beta: float = 0.0
 
@@ -37,25 +37,26 @@ class GlobalUpdateTracking(Method):
     def before_update(self, s: Step) -> None:
         if s.t == 0:
             self.members_changed(s)
-        bias, g = s.state["bias"], s.grad.clone()
-        s.grad.add_(bias, alpha=self.mu)
-        bias.copy_(g)
+        s.grad.add_(s.state["bias"], alpha=self.mu)
         s.state["before"].copy_(s.x)
         if self.beta:
             s.grad.add_(s.state["velocity"], alpha=self.beta)
 
     def after_update(self, s: Step) -> None:
         bias, before = s.state["bias"], s.state["before"]
+        # The gradient as the optimizer took it, with its weight decay.
+        g = (before - s.x).div_(s.lr or 1.0).sub_(bias, alpha=self.mu)
         if self.beta and s.lr:
             x, velocity = s.state["x"], s.state["velocity"]
-            bias.add_(before, alpha=self.beta / s.lr).sub_(x, alpha=self.beta / s.lr)  # averaging went from x to z
+            g.sub_(velocity, alpha=self.beta)
+            g.add_(before, alpha=self.beta / s.lr).sub_(x, alpha=self.beta / s.lr)  # averaging went from x to z
             velocity.copy_(x).sub_(s.x).div_(s.lr)
             x.copy_(s.x)
         mixed = s.mix(s.x)
         s.look()
         mixed.into(s.x)
         if s.lr:
-            bias.mul_(-1).add_(before.sub_(s.x).div_(s.lr))
+            bias.copy_(before).sub_(s.x).div_(s.lr).sub_(g)
         else:
             self.members_changed(s)
 

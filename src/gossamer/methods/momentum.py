@@ -19,7 +19,7 @@ class QuasiGlobalMomentum(Method):
     - ``local_step``: the momentum follows the mean movement of so many steps, and changes once in them.
     """
 
-    name, sums, optimizer = "qgm", "both", "plain SGD"
+    name, sums, optimizer, one_rate, plainly = "qgm", "both", "plain SGD", True, True
     beta: float = 0.9
     mu: float = 0.9
     nesterov: bool = False
@@ -45,14 +45,14 @@ class QuasiGlobalMomentum(Method):
         mixed = s.mix(s.x)
         s.look()
         mixed.into(s.x)
-        if s.lr:
-            self._follow(s, s.state["before"].sub_(s.x).div_(s.lr))
-
-    def _follow(self, s: Step, moved: Vector) -> None:
-        if self.local_step > 1:
-            total = s.state["moved"].add_(moved)
-            if (s.t + 1) % self.local_step:
-                return
-            moved.copy_(total).div_(self.local_step)
+        moved = s.state["before"].sub_(s.x).div_(s.lr) if s.lr else None
+        if self.local_step == 1:
+            if moved is not None:
+                s.state["m"].lerp_(moved, 1 - self.mu)
+            return
+        total = s.state["moved"]
+        if moved is not None:
+            total.add_(moved)
+        if (s.t + 1) % self.local_step == 0:
+            s.state["m"].lerp_(total.div_(self.local_step), 1 - self.mu)
             total.zero_()
-        s.state["m"].lerp_(moved, 1 - self.mu)

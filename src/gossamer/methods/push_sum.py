@@ -31,6 +31,8 @@ class PushSum(Method):
     def __post_init__(self) -> None:
         self.within("gamma", "(0, 1]")
 
+    static = property(lambda self: self.quantized)
+
     @property
     def quantized(self) -> bool:
         return self.wire != "float32" or self.gamma < 1
@@ -44,15 +46,15 @@ class PushSum(Method):
         return super().check(graph, optimizers)
 
     def state(self, like: Vector) -> dict[str, Vector]:
-        own = {"w": like.ones(1)}
+        own = {"w": like.ones(1), "before": like.zeros()}
         return own | {"copy": like.zeros(), "mixed": like.zeros()} if self.quantized else own
 
     def before_update(self, s: Step) -> None:
-        s.grad.div_(s.state["w"])
+        s.state["before"].copy_(s.x)
 
     def after_update(self, s: Step) -> None:
-        w = s.state["w"]
-        s.x.mul_(w)
+        w, before = s.state["w"], s.state["before"]
+        s.x.sub_(before).add_(before.mul_(w))  # w x - η d(x)
         if not self.quantized:
             transfer = s.mix(s.x, w)
             s.look()

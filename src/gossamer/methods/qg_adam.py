@@ -15,7 +15,7 @@ class QuasiGlobalAdam(Method):
     m <- β1 m + (1 - β1) d; v <- β2 v + (1 - β2) d². As the authors' code has it (g enters a with weight 1, and d has length 1).
     In a step with a learning rate of 0, m and v stay as they are."""
 
-    name, sums, optimizer = "qg-adam", "both", "plain SGD"
+    name, sums, optimizer, plainly = "qg-adam", "both", "plain SGD", True
     beta1: float = 0.9
     beta2: float = 0.99
     eps: float = 1e-8

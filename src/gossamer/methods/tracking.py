@@ -14,7 +14,7 @@ from gossamer.rows.vector import Vector
 class GradientTracking(Method):
     """y <- y + g - g_before; x <- W (x - η y); y <- W y. The mean of y is the mean of g. Two rows travel in each step."""
 
-    name, sums, optimizer, rows = "tracking", "both", "plain SGD", 2
+    name, sums, optimizer, rows, plainly = "tracking", "both", "plain SGD", 2, True
 
     tracked: ClassVar[str] = "g"  # the own vector whose mean over all replicas that of y is
 

@@ -262,6 +262,8 @@ class Driver:
         for name, vector in self.now.state.items():
             vector.tensors.extend(fresh[name].tensors[len(vector.tensors) :])
             vector.numels.extend(fresh[name].numels[len(vector.numels) :])
+        with torch.no_grad():
+            self.method.members_changed(self.now)  # what a method knows of its rows does not fit the new ones
         if self.method.does("after_backward"):
             self._undo += hooks.backward(self, [p for p in self.flat.parameters() if not p._post_accumulate_grad_hooks])
 

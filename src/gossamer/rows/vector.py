@@ -36,7 +36,8 @@ class Vector:
     def ones(self, columns: int) -> Vector:
         """So many numbers per replica, all 1."""
         first = self.tensors[0]
-        return Vector([torch.ones(first.shape[0], columns, dtype=first.dtype, device=first.device)])
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        return Vector([torch.ones(first.shape[0], columns, dtype=dtype, device=first.device)])
 
     def clone(self) -> Vector:
         return Vector([tensor.clone() for tensor in self.tensors], self.numels)
@@ -90,7 +91,7 @@ class Vector:
     def norm(self) -> Vector:
         """Of each replica, over all of its numbers: one number."""
         squares = sum(tensor.double().square().sum(dim=1, keepdim=True) for tensor in self.tensors)
-        return Vector([torch.as_tensor(squares).sqrt().to(self.tensors[0].dtype)])
+        return Vector([torch.as_tensor(squares).sqrt().to(torch.promote_types(self.tensors[0].dtype, torch.float32))])
 
     def _each(self, apply: Callable[[Tensor, Tensor | float], Tensor], other: Vector | float) -> Vector:
         theirs: Sequence[Tensor | float]

@@ -153,5 +153,6 @@ def parse(text: str) -> Method:
         return Gossip(how.graph, order, how.wire, how.every, **own)  # type: ignore[arg-type]
     if isinstance(how.method, Around):
         raise GossamerError(f"method {text!r}: how often {order!r} averages is not in the runtime model; leave it out")
-    made = Gossip(how.graph, "atc", how.wire, how.every, **own, rule=how.method)  # type: ignore[arg-type]
+    every = how.every * getattr(how.method, "p", 1)
+    made = Gossip(how.graph, "atc", how.wire, every, **own, rule=how.method)  # type: ignore[arg-type]
     return made if made.edge_share in (0.5, 1.0) else replace(made, verb="edges")  # codes can't be added up on the way

@@ -168,8 +168,12 @@ class Transfer:
                 self._agree(part, part.result)
         elif part.snapshot is not None and len(x) == 1:
             _copy(x, out)
-            received = [(weight, part.row(row)) for weight, row in self._terms(part)[1]]
-            mixing.correct(out[0], part.row(part.snapshot[0]), received)
+            own, terms = self._terms(part)
+            sent = part.row(part.snapshot[0])
+            mixing.correct(out[0], sent, [(weight, part.row(row)) for weight, row in terms])
+            beyond = own + sum(weight for weight, _ in terms) - 1  # of a directed graph, rows of W need not sum to 1
+            if abs(beyond) > 1e-9:
+                out[0].add_(sent.to(out.dtype), alpha=beyond)
         elif len(x) == 1:
             mixing.blend(x[0], *self._terms(part), out=out[0])
         else:

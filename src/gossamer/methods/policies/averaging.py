@@ -42,7 +42,17 @@ class Averaging:
         return self.method or method(default)
 
     def refuse(self, planned: Schedule) -> None:
-        """What the schedule can't work with."""
+        """What the schedule, or the method, can't work with."""
+        rule = self.method
+        if rule is not None and rule.static and self.every > 1:
+            raise GossamerError(
+                f"local_steps={self.every}: method {rule.describe()!r} needs the same W in every step, and between averages there is none; "
+                + (f"use '{rule.name}:p={self.every}'" if hasattr(rule, "p") else "leave it at 1")
+            )
+        if rule is not None and rule.own_wire and self.wire != EXACT.name:
+            raise GossamerError(
+                f"wire={self.wire!r}: method {rule.name!r} has a wire of its own; write '{rule.name}:wire={self.wire}'"
+            )
         if planned.watches and self.every > 1:
             raise GossamerError(
                 f"local_steps={self.every}: {planned.describe()!r} decides by itself how often to average; leave it at 1"
