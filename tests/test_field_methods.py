@@ -102,7 +102,7 @@ def test_gut_with_momentum_is_what_the_authors_code_does():
 # --- Bias -----------------------------------------------------------------------------------------------------------------------
 
 
-def bias(rule, count=6000, lr=0.05, graph="ring", n=N):
+def bias(rule, count=4000, lr=0.05, graph="ring", n=N):
     made = Run(rule, graph, lr=lr, n=n)
     for _ in made.steps(count):
         pass
@@ -125,7 +125,7 @@ def test_the_bias_of_gut_is_that_of_a_smaller_step():
         made = Run(f"gut:mu={mu},beta={beta}", "ring", lr=lr)
         with torch.no_grad():
             made.block.x.copy_(made.x[:1].expand(N, -1))
-        for _ in made.steps(6000):
+        for _ in made.steps(4000):
             pass
         gossip = lr * (1 - mu) / (1 + beta * mu) * H * (made.x - A)
         close(w @ (made.x - gossip), made.x, 1e-9)
@@ -377,7 +377,7 @@ def falling(t):
     return 0.3 / (1 + t / 50)
 
 
-def far_off(rule, graph, count=4000):
+def far_off(rule, graph, count=3000):
     made = Run(rule, graph)
     for _ in made.steps(count, falling):
         pass

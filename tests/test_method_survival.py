@@ -66,8 +66,7 @@ def qgm(rows, before, w):
     [
         ("tracking", "ring", tracking),
         ("choco", "ring", choco),
-        ("push-sum", "directed-random", push_sum),
-        ("push-sum:wire=8bits", "directed-random", push_sum),
+        ("push-sum:wire=8bits", "directed-random", push_sum),  # its weights are those of plain push-sum
         ("qgm", "ring", qgm),
     ],
 )
@@ -78,7 +77,7 @@ def test_after_a_death_and_a_return_the_invariant_is_whole(method, graph, invari
         (gone,) = job.kill(2)
         job.wait_for(lambda: job.pid(2) not in (None, gone), 60)
         before = job.step()
-        job.wait_for(lambda: job.step() > before + 200, 60)
+        job.wait_for(lambda: job.step() > before + 100, 60)
         out, records = job.finish(seconds=90)
         assert job.process.returncode == 0, out
     assert sorted(records) == list(range(N)), out
