@@ -127,7 +127,7 @@ def main():
     numbers_of_steps("ring", [36, 7, 36, 7, 36], order="atc", local_steps=2)
     numbers_of_steps("all-reduce", [5, 30, 5, 30, 30])
     replicas_of_all_reduce_stay_the_same([5, 30, 5, 30, 30])
-    replicas_of_all_reduce_stay_the_same([20, 21, 22, 20, 21])  # within the grace: nobody leaves
+    replicas_of_all_reduce_stay_the_same([20, 21, 22, 20, 21])  # within the grace: no worker leaves
     replicas_of_all_reduce_stay_the_same([3, 90, 60, 3, 90])
     print("all done")
 

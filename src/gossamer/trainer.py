@@ -323,7 +323,7 @@ class Trainer:
         some = n if singles is None else max(1, min(singles, n))
         chosen = {k * n // some for k in range(some)}
         mine, own, last = [math.nan] * replicas.r, [math.nan] * replicas.r, -1
-        shares = self.batches.label_counts() if metric.counts(self.test) else None
+        shares = self.batches.label_counts() if self.test.classes is not None else None
         for i in range(replicas.r):
             if start + i in chosen:
                 if self.exchange is None and stop():

@@ -87,10 +87,8 @@ class Sharded(Sampler):
         return torch.stack([self._stream(i, epoch * count, count) for i in range(self.n)], dim=1)
 
     def label_counts(self) -> list[Tensor] | None:
-        labels = self.data.labels
-        if labels is None or labels.dtype == torch.bool or int(labels.min()) < 0:
-            return None
-        return [labels.cpu()[shard].bincount() for shard in self.shards]
+        labels = self.data.classes
+        return None if labels is None else [labels[shard].bincount() for shard in self.shards]
 
     def _stream(self, i: int, start: int, count: int) -> Tensor:
         shard = self.shards[i]

@@ -50,6 +50,12 @@ class Source(ABC):
         return None
 
     @property
+    def classes(self) -> Tensor | None:
+        """The labels, on the CPU, if they can be counted: integers from 0 on."""
+        labels = self.labels
+        return None if labels is None or labels.dtype == torch.bool or int(labels.min()) < 0 else labels.cpu()
+
+    @property
     def groups(self) -> Tensor | None:
         """One integer per sample, the same for those that belong together (by one writer, of one file), if there is such a thing."""
         return None

@@ -37,22 +37,16 @@ class Metric:
                 count += scores.numel()
         return self._through(total / count)
 
-    @staticmethod
-    def counts(data: Source) -> bool:
-        """Whether samples have labels that can be counted: from 0 on."""
-        labels = data.labels
-        return labels is not None and labels.dtype != torch.bool and int(labels.min()) >= 0
-
     def by_label(self, model: nn.Module, data: Source) -> tuple[float, Tensor]:
-        """The same, and the mean score of each label, NaN for one that is not there. For data with one label per sample."""
-        labels, total, parts = data.labels, 0.0, []
+        """The same, and the mean score of each label, NaN for one that is not there. For data with ``classes``."""
+        labels, total, parts = data.classes, 0.0, []
         assert labels is not None
         with torch.no_grad():
             for scores in self.scores(model, data, None):
                 total += float(scores.double().sum())
                 parts.append(scores.double().flatten().cpu())
-        counts = labels.cpu().bincount().double()
-        sums = labels.cpu().bincount(torch.cat(parts), minlength=len(counts))
+        counts = labels.bincount().double()
+        sums = labels.bincount(torch.cat(parts), minlength=len(counts))
         return self._through(total / len(data)), sums / counts
 
     def of_labels(self, means: Tensor, shares: Tensor) -> float:

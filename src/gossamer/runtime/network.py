@@ -23,7 +23,7 @@ Array = np.ndarray
 
 
 class Transfer(ABC):
-    """``seconds``: how long a worker's part takes if nobody waits; ``sent``: bytes that leave it. Both ``[n]``. ``coded``: in 8 bits.
+    """``seconds``: how long a worker's part takes if no worker waits; ``sent``: bytes that leave it. Both ``[n]``. ``coded``: in 8 bits.
     ``durations``: its attributes that are times."""
 
     seconds: Array

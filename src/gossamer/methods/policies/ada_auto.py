@@ -67,7 +67,7 @@ class AdaAuto(Policy):
         return self.noise, self.usual, self.fastest, float(self.patience)
 
     def observe(self, sight: Sight) -> None:
-        # What each had learnt travels along and is averaged: so somebody who came later, or missed a sight, learns it too.
+        # What each had learnt travels along and is averaged: so a worker that came later, or missed a sight, learns it too.
         self.noise, self.usual, self.fastest, patience = sight.carried
         self.patience = round(patience)
         before, self._seen = self._seen, sight.step
@@ -75,7 +75,7 @@ class AdaAuto(Policy):
         if before is None:
             self.until = sight.step + self.patience
         if before is None or not sight.rate or not sight.distance:
-            return  # nobody knows since when they have drifted, or they have not
+            return  # it is not known since when replicas have drifted, or they have not
         here, since = self.levels[self.level], sight.step - before
         if since < here.every:
             return  # just changed to it: not what this level does
