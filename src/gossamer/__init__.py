@@ -1,7 +1,7 @@
 """Gossamer: decentralized data-parallel training for PyTorch."""
 
 from gossamer import _deprecated as _deprecated
-from gossamer import graphs
+from gossamer import graphs, hooks
 from gossamer.data.tasks import ACCURACY, Metric, Task
 from gossamer.errors import Diverged, Evicted, GossamerError, TrainingDiverged
 from gossamer.graphs import Graph
@@ -52,4 +52,5 @@ __all__ = [
     "WarmupCosine",
     "decay_groups",
     "graphs",
+    "hooks",
 ]
