@@ -73,10 +73,11 @@ class Flight:
         self.worker, self.epoch, self.tag, self.slices = worker, epoch, tag, slices
         self.essential = frozenset(needs) | {worker.member.members[epoch].index(worker.ticket)} if slices else frozenset()
         self.sends, self.needs = sends, needs
-        self.stage = 0
+        self.stage, self.began = 0, worker.world.now
         self.lost: set[int] = set()
         self.failing: set[int] = set()  # operations with these are about to raise
         self.done = self.graced = False
+        self.call = worker.call  # of a collective: what was sent stays as it is until that ends
         member = worker.member
         self.peers = frozenset(needs) | frozenset(sends)
         worker.flight = self
@@ -130,8 +131,9 @@ class Flight:
         losses = self.worker.member.losses(self.epoch)
         if self.done or losses is waiting.NONE:
             return
+        overdue = self.tag[0] != "step" and self.worker.world.now - self.began > waiting.OVERDUE_SECONDS
         for peer in waits:
-            given_up = waiting.while_waiting(self.essential, self.peers, frozenset(self.lost), peer, losses)
+            given_up = waiting.while_waiting(self.essential, self.peers, frozenset(self.lost), peer, losses, overdue)
             if given_up is None:
                 continue
             if given_up.in_vain and not self.graced:
@@ -176,6 +178,7 @@ class Worker:
         self.next_tick = 0.0
         self.counts: dict[int, int] = {}  # of each link, collectives that were tried
         self.voters: tuple[int, ...] = ()
+        self.call: object = None  # the collective that it is in
         self.step = 0
         self.last = world.rng.randrange(world.last + 1) if world.uneven else world.last
         self.done = -1  # the ticket under which it has said that it has no more data
@@ -296,6 +299,7 @@ class Worker:
             try:
                 yield from self.once() if self.step < self.last else self.leave()
             except Evicted:
+                self.call = None
                 if world.impatient:
                     raise  # as in a script that knows nothing of it
         yield from self.collective("average_()")
@@ -427,6 +431,8 @@ class Worker:
     def wait(self, flight: Flight) -> Script:
         def landed() -> bool:
             flight.look()
+            if flight.tag[0] != "step" and not flight.done:
+                self.hand_out()
             return flight.done
 
         yield landed
@@ -463,6 +469,7 @@ class Worker:
     def collective(self, what: str, acknowledged: bool = False) -> Script:
         member, world = self.member, self.world
         rules = self.calls.complete(what, TIMEOUT, acknowledged)
+        self.call = rules
         value: frozenset[int] | None = None
         result: Any = None
         while True:
@@ -487,6 +494,7 @@ class Worker:
                 if type(effect) is Pause:
                     self.hand_out()
                 result = yield effect
+        self.call = None
         world.returned(self, (self.calls._epoch, self.calls._calls), value)
 
     def acknowledged(self, whole: bool, epoch: int, tag: int, others: list[int]) -> Generator[Any, Any, bool]:
@@ -530,6 +538,8 @@ class World:
         self.tickets: dict[int, Worker] = {}
         self.broken: set[tuple[int, int, int]] = set()  # (epoch, ticket, ticket)
         self.half: set[tuple[int, int, int]] = set()  # the same, but only the first one notices
+        self.stalled: set[tuple[int, int, int]] = set()  # the same, but no one notices: collectives do not get through any more
+        self._stalls = random.Random(~seed ^ 1)
         self.builds: dict[int, dict[int, Worker]] = {}
         self.results: dict[Any, frozenset[int]] = {}
         self.said: dict[tuple[int, int, int], bool] = {}  # (epoch, number, ticket): whether a mean of gradients came
@@ -644,13 +654,16 @@ class World:
         other, epoch, sender = self.tickets[receiver], flight.epoch, message[3]
         if self.half and (epoch, receiver, sender) in self.half:
             return  # the receiver has closed the connection, and the sender does not know
+        if self.stalled and flight.tag[0] != "step" and (epoch, min(sender, receiver), max(sender, receiver)) in self.stalled:
+            return
 
         def arrive() -> None:
             if self.broken and (epoch, min(sender, receiver), max(sender, receiver)) in self.broken:
                 return
             other.inbox.add(message)
             # The sender has given the receiver up, and changes its memory. (What it sends in the second stage lies elsewhere.)
-            if place in flight.lost and flight.stage == 0 and (epoch, sender, receiver) not in self.half:
+            changed = flight.call is None or flight.call != flight.worker.call
+            if changed and place in flight.lost and flight.stage == 0 and (epoch, sender, receiver) not in self.half:
                 other.torn.add(message)
             if other.parked is not None:
                 other.poke()
@@ -812,10 +825,19 @@ class World:
         worker.alive = False
         self.running -= 1
         self.cut(worker)
+        self._stall(worker)
         self.after(self.rng.random() * 0.3, None, lambda: self._tell(worker.ticket, "was killed"))
         if self.restarts:
             self.restarts -= 1
             self.after(0.1 + self.rng.random(), None, lambda: self._restart(worker.rank))
+
+    def _stall(self, killed: Worker) -> None:
+        """Beside a death: a connection between two that live brings nothing any more, and does not break."""
+        epoch = killed.member.group
+        group = sorted(set(killed.member.members.get(epoch, ())) - {killed.ticket})
+        if len(group) > 1 and not self.uneven and self._stalls.random() < 0.2:  # members that leave keep their connections
+            a, b = self._stalls.sample(group, 2)
+            self.stalled.add((epoch, min(a, b), max(a, b)))
 
     def _tell(self, ticket: int, why: str) -> None:
         """The launcher's word."""

@@ -5,9 +5,10 @@ import threading
 import time
 
 import pytest
+import torch
 
 from gossamer.transport import operation as operations
-from gossamer.transport.link import Tag
+from gossamer.transport.link import Message, Tag
 from gossamer.transport.operation import Operation, Traffic, Waiter
 from gossamer.transport.waiting import Losses
 
@@ -30,7 +31,8 @@ class Network:
 
     def __init__(self):
         self.guard = self.link = self
-        self.lost, self.limbo, self.traffic, self.failed = frozenset(), [], Traffic(), False
+        self.lost, self.replaced, self.limbo, self.traffic, self.failed = frozenset(), False, [], Traffic(), False
+        self.copies = 0
         self.waiter = Waiter("test")
 
     def wait(self, row):
@@ -39,7 +41,10 @@ class Network:
             raise RuntimeError("connection closed")
 
     def losses(self, _):
-        return Losses(self.lost)
+        return Losses(self.lost, replaced=self.replaced)
+
+    def hand_out(self):
+        self.copies += 1
 
     def lose(self, *_):
         pass
@@ -92,3 +97,29 @@ def test_a_peer_that_is_lost_at_any_moment_takes_nothing_else_with_it(all_needed
         world.join()
     network.waiter.end()
     assert not any(thread.is_alive() for thread in network.waiter._replaced)
+
+
+@pytest.mark.parametrize("collective", [False, True], ids=["step", "collective"])
+def test_a_collective_is_given_up_on_a_silent_connection_once_there_are_newer_ones_and_a_step_is_not(collective, monkeypatch):
+    """A row that never comes, from a peer that lives. What is given up is kept: gloo may still write to it."""
+    monkeypatch.setattr(operations.waiting, "OVERDUE_SECONDS", 0.1)
+    network, row = Network(), Row()
+    operation = Operation(network, "mean()", Tag(0, collective, 1), frozenset({0, 1, 2}))
+    operation.kept.append(Message(2, 0, torch.empty(1)))
+    operation.stages.append(lambda: [(2, row)])
+    network.submit(operation)
+    waits = threading.Thread(target=operation.wait)
+    waits.start()
+    waits.join(0.5)
+    assert waits.is_alive()  # there is nothing newer to do it again on
+    network.replaced = True
+    waits.join(0.8)
+    assert waits.is_alive() != collective
+    if collective:
+        assert operation.dirty
+        assert network.limbo == [operation]
+        assert network.copies  # a newcomer that the newer connections wait for got its state meanwhile
+    row.come()
+    waits.join()
+    assert bool(operation.lost) == collective
+    network.waiter.end()

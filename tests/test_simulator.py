@@ -66,6 +66,11 @@ MUTANTS = {
         "if acknowledged and whole else []",
         "if False else []",
     ),
+    "a collective waits for a connection that brings nothing, though there is a newer one": (
+        (member, "Member", "count_losses"),
+        "roster.group > group and",
+        "False and",
+    ),
     "a worker that was silent uses what came": (
         (member, "Member", "uncertain"),
         "return since > self.lease and",

@@ -192,4 +192,4 @@ class Survival(Participation):
                 f"rank {self.seat.rank} can't join: {differ} is {mine.get(differ, 'missing')} here and "
                 f"{theirs.get(differ, 'missing')} on the others"
             )
-        self._restore(snapshot.unpack(header.get("parts"), tensors, self._layout.parts, "the state that was sent"))
+        self._restore(snapshot.unpack(header.get("parts"), tensors, self._layout, "the state that was sent"))

@@ -121,6 +121,7 @@ class Member:
                 frozenset(place[q] for q in gone if q in place and q != me),
                 frozenset((place[a], place[b]) for a, b in pairs if a in place and b in place),
                 self.evicted,
+                roster.group > group and roster.dead.union(roster.members).issuperset(members),
             )
         self._losses = counted
 
@@ -201,7 +202,8 @@ class Member:
                 self.read += 1
                 self._hear(parsed(entry))
         self.log_was_read = True
-        if self.part.roster.dead is not before.dead or self.part.roster.lost is not before.lost:
+        roster = self.part.roster
+        if roster.dead is not before.dead or roster.lost is not before.lost or roster.group != before.group:
             self.count_losses()
 
     def _hear(self, event: Event) -> None:

@@ -55,6 +55,9 @@ class Survivors(Membership):
     # --- In the training loop --------------------------------------------------------------------------------------------
 
     def _between_steps(self) -> None:
+        self.hand_out()
+
+    def hand_out(self) -> None:
         """Newcomers want a copy of my state; it is made here, and sent in the background."""
         if not self._wanted:
             return
@@ -241,7 +244,7 @@ class Survivors(Membership):
 
     def _do(self, effect: Effect, store: Any) -> Any:
         if isinstance(effect, Pause):  # in a collective parameters do not change, so a newcomer need not wait for its end
-            self._between_steps()
+            self.hand_out()
             time.sleep(effect.seconds)
         elif isinstance(effect, Build):
             self._start_helper(self._build, effect.roster, name="gossamer-group")

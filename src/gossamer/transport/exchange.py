@@ -46,7 +46,7 @@ class Between(NamedTuple):
 class Exchange:
     """``chunk``: bytes per message at most."""
 
-    def __init__(self, link: Link, chunk: int = 1 << 20) -> None:
+    def __init__(self, link: Link, chunk: int = 4 << 20) -> None:
         self.link, self.chunk = link, chunk
         self.living: tuple[int, ...] = tuple(range(link.size))  # those of the link's ranks that take part, in order
         self.traffic = Traffic()
@@ -186,35 +186,40 @@ class Exchange:
             start().wait()
             return True
         home = self.link, self.living, self.collectives
+        stands = False
 
         def fly(link: Link, places: tuple[int, ...]) -> int:
+            nonlocal stands
             if link is not self.link:  # of an epoch that begins later
                 self.collectives = self._early.get(link.epoch, 0)
             self.link, self.living = link, places
             operation = start()
             operation.wait()
             whole = not operation.lost.intersection(places) and (sound is None or sound())
-            everywhere = acknowledged and self._acknowledged(whole, what)
+            stands, everywhere = self._acknowledged(whole, what) if acknowledged else (False, False)
             if link is not home[0]:
                 self._early[link.epoch] = self.collectives
             return whole + everywhere
 
         try:
-            return guard.complete(what, home[0].timeout, fly, acknowledged)
+            return guard.complete(what, home[0].timeout, fly, acknowledged) or stands
         finally:
             if self.link is home[0]:
                 home = (*home[:2], self.collectives)
             self.link, self.living, self.collectives = home
 
-    def _acknowledged(self, whole: bool, what: str) -> bool:
-        """All workers tell all others whether it came. Returns whether it came everywhere."""
+    def _acknowledged(self, whole: bool, what: str) -> tuple[bool, bool]:
+        """All workers tell all others whether it came. Returns two things: whether it came to all workers that still say something, and
+        whether it came everywhere. In the first case it stands without the store, too: none of them has heard anything else."""
         came = torch.zeros(self.size, 1, dtype=torch.uint8)
         came[self.rank] = whole
         operation = self._to_all(came[self.rank], came, what)
         if not whole:
-            return False  # others may be a collective behind, and wait for this worker's vote: they are not waited for
+            return False, False  # others may be a collective behind, and wait for this worker's vote: they are not waited for
         operation.wait()
-        return operation.lost.isdisjoint(self.living) and bool(came.all())
+        heard = [place not in operation.lost for place in self.living]
+        stands = bool(came[heard].all())
+        return stands, stands and all(heard)
 
     def reachable(self, row: Tensor, what: str) -> Tensor:
         """The rows of those whom I can reach, mine among them, ``[some, …]`` in the order of ranks. For when the members can't agree any

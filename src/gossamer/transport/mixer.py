@@ -37,6 +37,7 @@ class Mixer:
         self.n, self.exchange, self.send_copy = n, exchange, send_copy
         self.rows = rows_of(exchange.rank, n, exchange.size) if exchange else range(n)
         self._per_process = len(self.rows)
+        self.agrees = True  # whether a mean of all is the same on all workers; not if the store is gone
         self.check_finite = False  # for one row per process: a row that is not finite is not mixed
         self._turns: dict[int, int] = {}  # of each block, how often it was sent
         self.fault: Fault | None = None  # what is not finite in my own row, once it was found
@@ -68,7 +69,7 @@ class Mixer:
             if probe is not None:
                 total += probe.cost(vector.tensors[0].shape[1], round_.n)
             if not _in_few_bits(round_):
-                total += round_.cost(whole, self.wire.share(torch.float32))
+                total += round_.cost(whole, (wire or self.wire).share(torch.float32))
             elif self._movements and isinstance(vector, Parameters):
                 total += round_.cost(torch.float32.itemsize * sum(vector.numels))
             else:
@@ -329,6 +330,7 @@ class Mixer:
             return self._start_mean(exchange, row, out, what)
 
         done = exchange.complete(start, what, sound and (lambda: sound(out)), acknowledged)
+        self.agrees = done
         return out if done else exchange.reachable(row, what).mean(dim=0)
 
     def gather(self, rows: Tensor, what: str = "profile") -> Tensor:

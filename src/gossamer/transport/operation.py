@@ -58,6 +58,10 @@ class Guard(Protocol):
     def close(self, orderly: bool) -> None:
         """This worker leaves: it has finished, or ends with an error."""
 
+    def hand_out(self) -> None:
+        """While a collective is waited for, in which parameters do not change: a newcomer may want a copy of them, and the connections
+        on which the collective is done again may wait for that."""
+
     def shut_out(self, timeout: float) -> bool:
         """After a operation: whether the others may have gone on without this worker before its rows had come. It asks the store if it was
         silent for so long that it can't know."""
@@ -188,6 +192,8 @@ class Operation:
         while not self.done.wait(_GUARDED if guard is not None else max(0.0, look - now)):
             if guard is not None:
                 self._give_up(guard)
+                if self.tag.collective and not self.done.is_set():
+                    guard.hand_out()
             now = time.perf_counter()
             if now < look:
                 continue
@@ -210,7 +216,8 @@ class Operation:
             if waited >= _WARN and not warned:
                 warned = True
                 warnings.warn(
-                    f"rank {link.names[link.rank]} has waited {waited:.0f} s for rank {self._name} {self._where()}; {doing}",
+                    f"rank {link.names[link.rank]} has waited {waited:.0f} s for rank {self._name} {self._where()}; {doing}"
+                    f"{self._circumstances()}",
                     stacklevel=3,
                 )
         if said:
@@ -222,8 +229,10 @@ class Operation:
         if waiter is None:
             return
         operation = waiter.current or self  # perhaps one before us
+        losses = guard.losses(operation.link)
+        overdue = operation.tag.collective and time.perf_counter() - operation.began > waiting.OVERDUE_SECONDS
         given_up = waiting.while_waiting(
-            operation.essential, operation.peers, frozenset(operation.lost), operation.peer, guard.losses(operation.link)
+            operation.essential, operation.peers, frozenset(operation.lost), operation.peer, losses, overdue
         )
         if given_up is None:
             return
@@ -246,6 +255,19 @@ class Operation:
         self.exchange.failed = True
         reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", reason)  # gloo's source line and its advice
         return GossamerError(f"rank {self.link.names[self.link.rank]} lost rank {self._name} {self._where()}: {reason}")
+
+    def _circumstances(self) -> str:
+        """For a report of a wait that should have ended."""
+        guard, link, names = self.exchange.guard, self.link, self.link.names
+        if guard is None:
+            return ""
+        gone = sorted(guard.losses(link).gone)
+        ahead = self.waiter.current if self.waiter is not None else None
+        behind = f", behind one {ahead._where()}" if ahead is not None and ahead is not self else ""
+        return (
+            f" (epoch {link.epoch}, workers {', '.join(str(names[q]) for q in self.exchange.living)}, "
+            f"lost: {', '.join(str(names[q]) for q in gone) or 'none'}{behind})"
+        )
 
     @property
     def _name(self) -> int:

@@ -84,7 +84,7 @@ def plan(round_: Round, p: int, process: int, quantized: bool = False, alike: bo
     # No need to look at n² weights. (Two workers that swap rows may round differently.)
     if isinstance(round_, Mean) and (p > 2 or alike) and not quantized:
         return Plan("slices", members=tuple(range(p)), inner=Mean(p), reduced=True)
-    if isinstance(round_, Hosts) and len(mine) == 1:
+    if isinstance(round_, Hosts) and len(mine) == 1 and not quantized:
         host, place = divmod(process, round_.per_node)
         members = tuple(range(host * round_.per_node, (host + 1) * round_.per_node))
         return Plan(

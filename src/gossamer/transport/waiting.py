@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+OVERDUE_SECONDS = 5.0
+
 Pairs = frozenset[tuple[int, int]]
 
 
 class Losses(NamedTuple):
     """What a worker knows to be lost among the places of a link. ``gone``: nothing comes from these, and nothing is sent to them.
     ``pairs``: these two have no connection, so each gives up what needs both. ``evicted``: the others have gone on without the worker
-    itself."""
+    itself. ``replaced``: a member has died, and those that live have agreed on newer connections."""
 
     gone: frozenset[int] = frozenset()
     pairs: Pairs = frozenset()
     evicted: bool = False
+    replaced: bool = False
 
     def hopeless(self, essential: frozenset[int]) -> frozenset[int]:
         """Of the places that all need each other, those that make it in vain."""
@@ -41,10 +44,12 @@ def at_start(essential: frozenset[int], peers: frozenset[int], losses: Losses) -
 
 
 def while_waiting(
-    essential: frozenset[int], peers: frozenset[int], lost: frozenset[int], peer: int, losses: Losses
+    essential: frozenset[int], peers: frozenset[int], lost: frozenset[int], peer: int, losses: Losses, overdue: bool = False
 ) -> GivenUp | None:
-    """``peer``: whose row the operation waits for now; ``lost``: what it knows to be lost. None: wait on."""
-    if losses.evicted:
+    """``peer``: whose row the operation waits for now; ``lost``: what it knows to be lost. ``overdue``: it is a try of a collective, which
+    has waited for OVERDUE_SECONDS. A try is done again on newer connections, so it never hangs on one that brings nothing and does not
+    break. (A step is not done again: what a worker gives up there may reach its peer torn.) None: wait on."""
+    if losses.evicted or (overdue and losses.replaced):
         return GivenUp(peers, True)
     hopeless = losses.hopeless(essential)
     if hopeless or not lost.isdisjoint(essential):
