@@ -54,8 +54,9 @@ def cases():
         recipe = Recipe("adam", 0.01) if rule.optimizer == "Adam" else plain.optimizer
         yield f"double {name}, {graph}", exact, replace(plain, algorithm=name, optimizer=recipe), graph
         # What differs in the last digit may be rounded to another code, once in a while; so 8 bits are held to less.
+    yield "double qgm + pga + merge, ring", exact, replace(plain, algorithm="qgm + pga + merge"), "ring"
     norm = task(Cnn)
-    for algorithm in ("dsgd-awc", "dsgd-atc", "allreduce"):
+    for algorithm in ("dsgd-awc", "dsgd-atc", "allreduce", "atc + merge"):
         yield f"float {algorithm} BatchNorm, ring", norm, replace(base, algorithm=algorithm), "ring"
     falling = replace(base, learning_rate=LearningRate(0.05, shape=WarmupCosine()))
     for order in ("dsgd-awc", "dsgd-atc"):
@@ -76,7 +77,7 @@ def main(out: Path) -> None:
     tensors = {}
     for name, toy, settings, graph in cases():
         trainer = Trainer(toy, settings, graph, exchange=exchange)
-        trainer.run(until=STEPS)
+        trainer.run(until=trainer.steps if trainer.method.does("merge") else STEPS)
         for k, block in enumerate(trainer.replicas.blocks):
             tensors[f"{name}|x{k}"] = block.x.clone()
         for key, stacked in trainer.replicas.buffers.items():

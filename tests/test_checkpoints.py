@@ -337,6 +337,7 @@ def test_a_library_file_of_version_1_loads(tmp_path):
     path = library_of_version_1(tmp_path, first, optimizer)
     again = wrapped()
     assert again[0].load(tmp_path)
+    first._driver.resume(None)  # version 1 does not say which graph the last step had
     assert same(known(*again), known(first, optimizer))
     data, chance = path.read_bytes(), random.Random(3)
     for _ in range(500):  # no checksum: it may load wrong, but there is no traceback

@@ -1,5 +1,7 @@
 """Methods of the field, held to their equations and to each other (the cross-method table): on quadratics, in double precision."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -266,6 +268,16 @@ def test_control_keeps_replicas_within_the_target_that_it_names(graph):
     assert distance(made.x) < distance(free.x) / 2
 
 
+@pytest.mark.parametrize("agrees", [True, False])
+def test_control_repeats_no_rounds_where_workers_can_not_agree_on_them(agrees):
+    """Under gossamer launch, when the store is gone: a worker that did one more round would wait for the others for ever."""
+    made = Run("atc + control:target=0,rounds=3", "ring")
+    made.now.mixer.agrees = agrees
+    with contextlib.nullcontext() if agrees else pytest.warns(UserWarning, match="repeats no rounds any more"):
+        for now in made.steps(2):
+            assert now.now.notes["control_rounds"] == (3 if agrees else 0)
+
+
 def test_control_ends_when_the_learning_rate_falls():
     spent = []
     for now in Run("atc + control:target=0,late=inf,rounds=2", "ring").steps(10, lambda t: 0.1 if t < 5 else 0.01):
@@ -297,7 +309,9 @@ def test_methods_around_others_are_read_and_refused():
     assert method("qgm + control + pga").around.around.name == "qgm"
     assert method("pga").around.name == "atc"
     assert method("qgm + pga").optimizer == "plain SGD"
-    with pytest.raises(GossamerError, match="'qgm' does not go around another method; behind [+] may stand pga or control"):
+    with pytest.raises(
+        GossamerError, match="'qgm' does not go around another method; behind [+] may stand pga, control or merge"
+    ):
         method("atc + qgm")
     with pytest.raises(GossamerError, match=r"every=0 is out of range; it is in \[1, inf\)"):
         method("pga:every=0")
@@ -442,8 +456,9 @@ def test_methods_that_need_one_w_refuse_local_steps():
         advice = f"use '{text}:p=4'" if text in ("choco", "adagossip", "cd-adam") else "leave it at 1"
         with pytest.raises(GossamerError, match=f"local_steps=4: method .* needs the same W in every step.*{advice}"):
             Averaging.of("ring", text, every=4).refuse(schedule("ring", 8))
-    with pytest.raises(GossamerError, match="method 'choco' has a wire of its own; write 'choco:wire=bfloat16'"):
-        Averaging.of("ring", "choco", "bfloat16").refuse(schedule("ring", 8))
+    for text in ("choco", "choco + pga:every=8", "choco:gamma=0.5 + merge"):
+        with pytest.raises(GossamerError, match="method 'choco' has a wire of its own; write 'choco:wire=bfloat16'"):
+            Averaging.of("ring", text, "bfloat16").refuse(schedule("ring", 8))
     with pytest.raises(GossamerError, match="local_steps=4"):
         spread_of("choco", local_steps=4)
 

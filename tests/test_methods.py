@@ -443,7 +443,6 @@ def test_a_degree_that_is_out_of_range_is_named(n, degree):
         ("one-peer-exponential, qgm:beta=0.5, bfloat16, H=4", "one-peer-exponential, qgm:beta=0.5, bfloat16, H=4"),
         ("allreduce", "all-reduce"),
         ("centralized", "all-reduce"),
-        ("all-reduce, H=4", "all-reduce"),
     ],
 )
 def test_a_way_to_average_has_one_spelling(text, spelled):
@@ -460,6 +459,7 @@ def test_a_way_to_average_has_one_spelling(text, spelled):
             "method 'ring, sideways': 'sideways' is not known; after a graph may stand a method .*bfloat16, or H=4",
         ),
         ("ring, H=0", "local_steps=0: workers average every that many steps, so it is at least 1"),
+        ("all-reduce, H=4", "local_steps=4: method 'all-reduce' averages gradients in every step; leave it at 1"),
         ("ring, qgm:beta=x", "method 'qgm:beta=x': beta='x' is not a number"),
     ],
 )

@@ -25,7 +25,7 @@ ROOMS = [
     ["optim"],
     ["methods"],
     ["members"],
-    ["parallel", "trainer"],
+    ["parallel", "trainer", "hooks"],
     ["apps"],
     ["runtime"],
     ["dbench"],

@@ -6,15 +6,19 @@ import numpy as np
 import pytest
 import scipy.integrate
 import scipy.stats
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossamer import GossamerError, graphs
 from gossamer.graphs.rounds import Hosts, Mean
 from gossamer.rows import codec
+from gossamer.rows.vector import Vector
+from gossamer.rows.wires import WIRES
 from gossamer.runtime import DDP, Cluster, DecentDP, Gossip, StochasticGradientPush, Workload, bound, network, simulate
 from gossamer.runtime.cluster import build
 from gossamer.runtime.methods import parse
+from gossamer.transport.mixer import Mixer
 
 METHODS = (
     DDP(),
@@ -117,6 +121,16 @@ PAIR = {"hosts": 2, "gbit": 1.0}
 )
 def test_two_workers_by_hand(method, ms):
     assert simulate(cluster(**PAIR), WORK, method, 40).seconds * 1e3 == pytest.approx(ms, rel=1e-12)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_the_plan_counts_the_bytes_that_the_mixer_counts(wire):
+    """Also where graphs are so dense that rows without a wire would travel by slices."""
+    for method, dense in ((f"choco:wire={wire}", "complete"), (f"push-sum:wire={wire},gamma=0.5", "directed-exponential")):
+        for graph in ("ring", dense):
+            round_, row = graphs.parse(graph, 8).rounds[0], Vector([torch.zeros(1, 64_000)])
+            sent = simulate(cluster(8), Workload.of_tensors([256_000], 0.02, 0.04, 0.01), parse(f"{graph}, {method}"), 1).sent
+            assert sent == pytest.approx(Mixer(8).cost(round_, row, wire=WIRES[wire]), rel=0.01), (graph, method)
 
 
 def test_two_workers_one_slower():

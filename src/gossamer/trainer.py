@@ -256,9 +256,8 @@ class Trainer:
         return mixer
 
     def _share_momentum(self, t: int) -> bool:
-        return self.optimizer.share_momentum(
-            {id(block): self.mixer.moved(k, t) for k, block in enumerate(self.replicas.blocks)}
-        )
+        moved = {id(block): self.mixer.moved(k, t) for k, block in enumerate(self.replicas.blocks)}
+        return self.optimizer.share_momentum(moved)
 
     def check_parameters(self) -> None:
         """A gradient that is not a number with a loss that is one: found before it can reach a checkpoint."""
@@ -281,6 +280,10 @@ class Trainer:
     def _end_epoch(self) -> None:
         per_epoch = self.batches.steps_per_epoch
         self.check_parameters()
+        if self.step == self.steps and self.method.does("merge"):
+            self.method.merge(self.now)
+            with self.averaged():
+                self.replicas.share_buffers()
         value = self.value()
         if not math.isfinite(value):
             raise TrainingDiverged(f"the {self.task.metric.name} of the averaged model is {value} after epoch {self.epoch - 1}")
@@ -318,8 +321,7 @@ class Trainer:
 
     def evaluate_unless(self, stop: Callable[[], bool], singles: int | None = None) -> Evaluation | None:
         """The same; None if ``stop()`` says so meanwhile. Several processes can't agree on that here, so they go on."""
-        replicas, metric, start = self.replicas, self.task.metric, self.mixer.rows.start
-        n = replicas.r * (self.exchange.size if self.exchange is not None else 1)
+        replicas, metric, start, n = self.replicas, self.task.metric, self.mixer.rows.start, self.mixer.n
         some = n if singles is None else max(1, min(singles, n))
         chosen = {k * n // some for k in range(some)}
         mine, own, last = [math.nan] * replicas.r, [math.nan] * replicas.r, -1
@@ -343,9 +345,8 @@ class Trainer:
         values, owns = both[sorted(chosen)].T.tolist()
         with self.averaged() as model:
             value, seen = metric.of(model, self.test), metric.of(model, self.train, len(self.test))
-        mean, spread = sum(values) / len(values), float(np.std(values))
         personal = None if shares is None else float(np.mean(owns))
-        return Evaluation(value, mean, metric.worst(values), seen, spread, personal)
+        return Evaluation(value, sum(values) / len(values), metric.worst(values), seen, float(np.std(values)), personal)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[nn.Module]:

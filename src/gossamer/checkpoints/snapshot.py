@@ -34,13 +34,15 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Layout:
-    """``parts``: the names that a reader knows, all of which must be there. ``upgrade``: tensors and header of version 1 as a snapshot."""
+    """``parts``: the names that a reader knows, all of which must be there. ``optional``: those that older files lack. ``upgrade``: tensors
+    and header of version 1 as a snapshot."""
 
     parts: tuple[str, ...]
     upgrade: Callable[[dict[str, Tensor], dict[str, Any]], Snapshot]
     setup: str = "another set-up"  # how an error calls a difference
     shown: Callable[[Any], str] = str
     instead: str = ""  # what else one can do
+    optional: tuple[str, ...] = ()
 
 
 def save(path: Path, made: Snapshot, optional: Collection[str] = ()) -> None:
@@ -61,7 +63,7 @@ def load(path: Path, layout: Layout, device: torch.device | str = "cpu") -> Snap
     step, setup = header.get("step"), header.get("setup")
     if not isinstance(step, int) or not isinstance(setup, dict):
         raise Unreadable(f"{path} is damaged or not a checkpoint: it names no step or no set-up")
-    return Snapshot(step, setup, unpack(header["parts"], tensors, layout.parts, str(path)))
+    return Snapshot(step, setup, unpack(header["parts"], tensors, layout, str(path)))
 
 
 def refuse_other(there: Snapshot, here: Mapping[str, Any], layout: Layout, where: str) -> None:
@@ -90,12 +92,13 @@ def pack(parts: Mapping[str, Any], optional: Collection[str] = ()) -> tuple[dict
     return tensors, listed
 
 
-def unpack(listed: Any, tensors: dict[str, Tensor], known: Collection[str], where: str) -> dict[str, Any]:
-    """The parts that are known, all of them."""
+def unpack(listed: Any, tensors: dict[str, Tensor], layout: Layout, where: str) -> dict[str, Any]:
+    """The parts that are known, all of them but the optional ones."""
     if not isinstance(listed, dict) or not all(
         isinstance(part, dict) and isinstance(part.get("required"), bool) and "value" in part for part in listed.values()
     ):
         raise Unreadable(f"{where} is damaged or not a checkpoint: it has no list of parts")
+    known = [*layout.parts, *(name for name in layout.optional if name in listed)]
     strange = [name for name, part in listed.items() if part["required"] and name not in known]
     if strange:
         raise GossamerError(

@@ -154,7 +154,8 @@ def _upgrade(tensors: dict[str, Tensor], header: dict[str, Any]) -> Snapshot:
     return Snapshot(step, setup, parts, version=1)
 
 
-LAYOUT = Layout(("model", "optimizers", "schedule", "signals", "also", "means"), _upgrade, instead=INSTEAD)
+_PARTS = ("model", "optimizers", "schedule", "signals", "also", "means")
+LAYOUT = Layout(_PARTS, _upgrade, instead=INSTEAD, optional=("progress",))
 
 
 def layout(part: str | None, base: Layout = LAYOUT) -> Layout:
@@ -178,6 +179,19 @@ def _check_structure(state: dict[str, Any], where: str) -> None:
     if not all(isinstance(saved.get("parameters", ""), (list, type(None))) for saved in state["optimizers"]):
         raise Unreadable(f"{where} is damaged: an optimizer's parameters are no list")
     check_means(state["means"], where)
+    check_progress(state.get("progress", {"graph": None, "blocks": []}), where)
+
+
+def check_progress(progress: Any, where: str) -> None:
+    """The graph of the last step, and the names of each block's parameters."""
+    right = (
+        isinstance(progress, dict)
+        and isinstance(progress.get("graph", ()), str | None)
+        and isinstance(progress.get("blocks"), list)
+        and all(isinstance(names, list) and names and all(isinstance(n, str) for n in names) for names in progress["blocks"])
+    )
+    if not right:
+        raise Unreadable(f"{where} is damaged: its part 'progress' makes no sense")
 
 
 def check_vectors(saved: Any, where: str, method: Holder, rows: int = 1) -> None:

@@ -15,6 +15,7 @@ from gossamer.methods.d_squared import DSquared
 from gossamer.methods.decentlam import DecentLaM
 from gossamer.methods.gossip import AdaptThenCombine, AdaptWhileCombine, Order
 from gossamer.methods.gut import GlobalUpdateTracking
+from gossamer.methods.merge import FinalMerge
 from gossamer.methods.momentum import QuasiGlobalMomentum
 from gossamer.methods.momentum_tracking import MomentumTracking
 from gossamer.methods.normalized_tracking import NormalizedTracking
@@ -42,6 +43,7 @@ __all__ = [
     "DAdam",
     "DSquared",
     "DecentLaM",
+    "FinalMerge",
     "GlobalUpdateTracking",
     "GradientTracking",
     "Method",

@@ -29,6 +29,8 @@ class Around(Method):
     static = property(lambda self: self.around.static)
     optimizer = property(lambda self: self.around.optimizer)
     rows = property(lambda self: self.around.rows)
+    own_wire = property(lambda self: self.around.own_wire)
+    inner = property(lambda self: self.around.inner)
 
     def does(self, moment: str) -> bool:
         return moment in self.own or self.around.does(moment)
@@ -47,6 +49,9 @@ class Around(Method):
 
     def after_update(self, s: Step) -> None:
         self.around.after_update(s)
+
+    def merge(self, s: Step) -> None:
+        self.around.merge(s)
 
     def members_changed(self, s: Step) -> None:
         self.around.members_changed(s)

@@ -53,13 +53,20 @@ class Method:
             METHODS.makers[name] = cls
 
     def within(self, key: str, interval: str) -> None:
-        """An error for an option that is out of range: ``"[0, 1)"``, from 0 to below 1."""
+        """An error for an option that is out of range: ``"[0, 1)"``, from 0 to below 1. None is no value."""
         value, (low, high) = getattr(self, key), map(float, interval[1:-1].split(","))
+        if value is None:
+            return
         inside = (low <= value if interval[0] == "[" else low < value) and (
             value <= high if interval[-1] == "]" else value < high
         )
         if not inside:
             raise GossamerError(f"method {self.name!r}: {key}={value} is out of range; it is in {interval}")
+
+    @property
+    def inner(self) -> Method:
+        """The method that others stand around; by itself, this one."""
+        return self
 
     def describe(self) -> str:
         """The canonical spelling."""
@@ -127,6 +134,9 @@ class Method:
     def after_update(self, s: Step) -> None:
         """The optimizer has run."""
 
+    def merge(self, s: Step) -> None:
+        """The last step is done, and the driver knows it: all replicas become one. (In a person's own loop that is ``average_()``.)"""
+
     def members_changed(self, s: Step) -> None:
         """Before a step: other replicas take part than in the last one, or with another graph. Newcomers have the state of a donor."""
 
@@ -148,7 +158,7 @@ def method(text: str | Method) -> Method:
         outer: Any = METHODS.make(known(plain_name(name)) + colon + options)
         if made is not None and not hasattr(outer, "around"):
             raise GossamerError(
-                f"method {text!r}: {outer.name!r} does not go around another method; behind + may stand pga or control"
+                f"method {text!r}: {outer.name!r} does not go around another method; behind + may stand pga, control or merge"
             )
         made = outer if made is None else replace(outer, around=made)
     return made

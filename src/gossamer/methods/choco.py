@@ -32,8 +32,7 @@ class Choco(Method):
 
     def __post_init__(self) -> None:
         self.within("p", "[1, inf)")
-        if self.gamma is not None:
-            self.within("gamma", "(0, 1]")
+        self.within("gamma", "(0, 1]")
 
     @property
     def far(self) -> float:

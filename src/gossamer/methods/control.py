@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,10 +22,8 @@ class ConsensusControl(Around):
     ρ Θ / (1 - ρ) afterwards. So one number per replica is averaged over all each time. Where W changes from step to step, the whole
     cycle of the graph is run each time, and W is its product. The form of the target is our reconstruction.
 
-    - ``target``: 0 mixes ``rounds`` times in each step, inf never.
-    - ``late``: the target from when the learning rate is below half of its largest value. (The authors: control pays in the first phase
-      only, ``late=inf``.)
-    - ``memory``: of the running mean.
+    - ``target``: 0 mixes ``rounds`` times in each step, inf never. ``memory``: of the running mean.
+    - ``late``: the target from when the learning rate is below half of its largest value. (The authors: ``late=inf``, no control.)
     """
 
     name, by_name, own = "control", True, ("before_update", "after_update")
@@ -34,12 +33,11 @@ class ConsensusControl(Around):
     memory: float = 0.9
 
     def __post_init__(self) -> None:
-        late = () if self.late is None else (("late", "[0, inf]"),)
-        for key, interval in (("target", "[0, inf]"), ("rounds", "[1, inf)"), ("memory", "[0, 1)"), *late):
+        for key, interval in (("target", "[0, inf]"), ("rounds", "[1, inf)"), ("memory", "[0, 1)"), ("late", "[0, inf]")):
             self.within(key, interval)
 
     def state(self, like: Vector) -> dict[str, Vector]:
-        """``seen``: φ, the weight that it has collected, the largest learning rate; the same on all replicas."""
+        """``seen``: φ, its weight, the largest learning rate; the same on all replicas."""
         return self.around.state(like) | {"seen": like.ones(3).mul_(0.0), "norm": like.ones(1)}
 
     def before_update(self, s: Step) -> None:
@@ -59,11 +57,13 @@ class ConsensusControl(Around):
         # The step's own round is measured for nothing, if it is all of W, and all that happens after the update.
         whole = s.graph.period == 1 and s.round is s.graph.rounds[0] and self.around.plainly
         spent, reached = 0, moved * rest / (1 - rest) if whole else math.inf
-        while reached > target and spent < self.rounds:
+        while s.agrees and reached > target and spent < self.rounds:
             before = s.x.clone()
             for round_ in s.graph.rounds:  # from the first on: of some graphs only this product is exact
                 s.mix(s.x, round=round_).into(s.x)
             spent, reached = spent + 1, self._moved(s, before) * rest / (1 - rest)
+        if not s.agrees:
+            warnings.warn("method 'control' repeats no rounds any more: the store is gone", stacklevel=2)  # shown once
         s.note(control_target=target, control_reached=reached, control_rounds=spent)
 
     @staticmethod

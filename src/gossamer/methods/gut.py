@@ -15,20 +15,24 @@ class GlobalUpdateTracking(Method):
 
     (z_before - z) / η is what the neighbours' updates were on the average, so the mean of y is that of g.
 
-    - ``mu``: 0 is plain averaging. Of its bias, 1 - μ remains.
+    - ``mu``: 0 is plain averaging. Of its bias, 1 - μ remains. By default 0.9, with momentum 0.01.
     - ``beta``: momentum, of x, as in the authors' code: x = z - η y + β (x - x_before), where y has β times the last change by averaging
-      less. Then the mean of y is not that of g, and published values of ``mu`` are small (0.005 to 0.08).
+      less. Then the mean of y is not that of g, and published values of ``mu`` are small (0.005 to 0.08): large ones diverge.
 
     After a step with a learning rate of 0 the next one is plain averaging.
     """
 
     name, sums, optimizer, one_rate = "gut", "both", "plain SGD", True
-    mu: float = 0.9
+    mu: float | None = None
     beta: float = 0.0
 
     def __post_init__(self) -> None:
         self.within("mu", "[0, 1]")
         self.within("beta", "[0, 1)")
+
+    @property
+    def share(self) -> float:
+        return self.mu if self.mu is not None else 0.01 if self.beta else 0.9
 
     def state(self, like: Vector) -> dict[str, Vector]:
         own = {"bias": like.zeros(), "before": like.zeros()}
@@ -37,7 +41,7 @@ class GlobalUpdateTracking(Method):
     def before_update(self, s: Step) -> None:
         if s.t == 0:
             self.members_changed(s)
-        s.grad.add_(s.state["bias"], alpha=self.mu)
+        s.grad.add_(s.state["bias"], alpha=self.share)
         s.state["before"].copy_(s.x)
         if self.beta:
             s.grad.add_(s.state["velocity"], alpha=self.beta)
@@ -45,7 +49,7 @@ class GlobalUpdateTracking(Method):
     def after_update(self, s: Step) -> None:
         bias, before = s.state["bias"], s.state["before"]
         # The gradient as the optimizer took it, with its weight decay.
-        g = (before - s.x).div_(s.lr or 1.0).sub_(bias, alpha=self.mu)
+        g = (before - s.x).div_(s.lr or 1.0).sub_(bias, alpha=self.share)
         if self.beta and s.lr:
             x, velocity = s.state["x"], s.state["velocity"]
             g.sub_(velocity, alpha=self.beta)

@@ -9,7 +9,7 @@ from torch import Tensor
 from gossamer.graphs import Graph
 from gossamer.graphs.rounds import Mean, Round
 from gossamer.rows.vector import Parameters, Vector
-from gossamer.rows.wires import Wire
+from gossamer.rows.wires import EXACT, Wire
 from gossamer.transport.mixer import Mixer
 from gossamer.transport.transfer import AgreedMean, Transfer
 
@@ -31,6 +31,7 @@ class Step:
         self.part: str | None = None  # the name of the state in a checkpoint, if there is any
         self.pending: dict[str, Transfer] = {}
         self.notes: dict[str, float] = {}
+        self.on_note: Callable[[int, dict[str, float]], object] | None = None  # is told of each step's notes
         self.t, self.lr, self.bytes = 0, 0.0, 0
         self.graph = Graph("complete", (Mean(mixer.n),))
         self.round: Round = self.graph.rounds[0]
@@ -47,12 +48,19 @@ class Step:
     def mean(self, *vectors: Vector) -> Transfer | AgreedMean:
         """Start to average each vector over all replicas; the result is the same for all, to the bit."""
         everyone = Mean(self.mixer.n)
-        self.bytes += self.mixer.cost(everyone, *vectors)
+        self.bytes += self.mixer.cost(everyone, *vectors, wire=EXACT)
         return self.mixer.start(everyone, self.t, *vectors, alike=True)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the last mean of all was the same on all workers. Only then they may decide by it."""
+        return self.mixer.agrees
 
     def note(self, **numbers: float) -> None:
         """What a method wants to show of this step, by name."""
         self.notes |= numbers
+        if self.on_note is not None:
+            self.on_note(self.t, numbers)
 
     def state_dict(self) -> dict[str, list[Tensor]]:
         return {name: list(vector.tensors) for name, vector in self.state.items()}

@@ -11,6 +11,7 @@ from torch import nn
 
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph, plain_name, told_hosts
+from gossamer.methods import Method
 from gossamer.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -82,6 +83,15 @@ def refuse_ddps(given: Sequence[str]) -> None:
         if key not in _DDPS:
             raise TypeError(f"DecentralizedDataParallel() got an unexpected keyword argument {key!r}")
         raise GossamerError(f"{key} is an argument of torch's DDP which does not exist here; leave it out: {_DDPS[key]}")
+
+
+def refuse_merge(method: Method | None) -> None:
+    """In a person's own loop no step is known to be the last one."""
+    if method is not None and method.does("merge"):
+        raise GossamerError(
+            f"method {method.describe()!r}: a training loop of your own does not say which step is the last; leave out merge, and call "
+            "model.average_() after that step"
+        )
 
 
 def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:

@@ -70,8 +70,9 @@ class Driver:
         # Weakly: a driver that is in no cycle is gone with its model, and so are its hooks.
         look, share = hooks.weakly(self._look), hooks.weakly(self._share_momentum)
         self.now = OwnStep(mixer, Parameters(flat.blocks, in_place=True), self.grad, look, share)
-        self.members_moved = False  # all are together again after uneven()
-        self._graph: Graph | None = None
+        self.members_moved = False  # all are together again after uneven(), or some parameters have no state of before
+        self._graph: Graph | None = None  # of the last step of this process
+        self._resumed: str | None = None  # of the last step before a checkpoint was loaded
         self._group: object = None  # the connections of the last step, and the places that took part
         self._moments: set[str] = set()  # of this step: those that have come
         self._synced = self._held_back = False  # whether a backward of this step has averaged gradients; or was told not to
@@ -130,8 +131,7 @@ class Driver:
         if self.survival is not None:
             self.steps = self.survival.before(self.steps)
         self._jumped |= self.flat.check()
-        if self.flat.adopt():
-            self._adopt()
+        self.adopt()
         now = self.now
         now.t, now.lr = self.steps, self._rate()
         graph = self.current_schedule.graph(now.t, min(self.epoch, self.epochs - 1), self.epochs, self.signals)
@@ -148,7 +148,8 @@ class Driver:
         exchange = self.mixer.exchange
         group = None if exchange is None else (exchange.link, exchange.living)
         before, self._graph, self._group = (self._graph, self._group), graph, group
-        moved, self.members_moved = self.members_moved, False
+        moved = self.members_moved or (before[0] is None and self._resumed not in (None, _shown(graph)))
+        self.members_moved = False
         if not moved and group == before[1] and (graph is before[0] or graph == before[0]):
             return
         self.method.refuse(graph, self.optimizers, self.steps)
@@ -175,8 +176,7 @@ class Driver:
     def after_backward(self) -> None:
         self._begin()
         self._synced, self._means = True, self._means + 1
-        with contextlib.suppress(Evicted):  # with its next step this worker takes over the state of another one
-            self._run(self.method.after_backward)
+        self._run(self.method.after_backward)
 
     def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if self.averaged:
@@ -256,8 +256,18 @@ class Driver:
             self._jumped |= self.flat.check()
         self._run(getattr(self.method, name))
 
-    def _adopt(self) -> None:
+    @property
+    def last_graph(self) -> str | None:
+        return self._resumed if self._graph is None else _shown(self._graph)
+
+    def resume(self, graph: str | None) -> None:
+        """The last step was before a checkpoint, with this graph. None: it is not known."""
+        self._graph, self._resumed = None, graph
+
+    def adopt(self) -> None:
         """Parameters that were frozen are trained now: their state begins as all did."""
+        if not (self._attached and self.flat.adopt()):
+            return
         fresh = self.method.state(self.now.x)
         for name, vector in self.now.state.items():
             vector.tensors.extend(fresh[name].tensors[len(vector.tensors) :])
@@ -269,7 +279,8 @@ class Driver:
 
     def _run(self, moment: Callable[[Step], None]) -> None:
         try:
-            with torch.no_grad():
+            # An evicted worker takes over the state of another one with its next step.
+            with torch.no_grad(), contextlib.suppress(Evicted):
                 moment(self.now)
                 self.grad.write_back()
         finally:
@@ -375,3 +386,7 @@ class Driver:
         for block in self.flat.blocks:
             self.mixer.look_for_fault(block, block.x[0])
         return self.mixer.fault
+
+
+def _shown(graph: Graph) -> str:
+    return f"{graph.name} over {graph.n}"

@@ -38,10 +38,18 @@ class OwnGradients(Vector):
 
     @property
     def tensors(self) -> list[Tensor]:
+        rows = self._rows()
+        self._dense = True
+        return rows
+
+    def norm(self) -> Vector:
+        """Reads the gradients only, so no parameter gets one."""
+        return Vector(self._rows()).norm()
+
+    def _rows(self) -> list[Tensor]:
         if self.refused:
             raise GossamerError(self.refused)
         self._gather()
-        self._dense = True
         return [part.row[:, : block.x.shape[1]] for part, block in zip(self._parts, self._flat.blocks, strict=True)]
 
     @property

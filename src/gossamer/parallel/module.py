@@ -89,6 +89,7 @@ class DecentralizedDataParallel(Wrapper):
         if order is not None and method is not None:
             raise GossamerError(f"order={order!r} and method={method!r} say the same thing; give method alone")
         how = Averaging.of(graph, method, wire, local_steps, order)
+        checks.refuse_merge(how.method)
         checks.refuse_unfit(module)
         self.module = module
         self._flat = Flat(self._bare())

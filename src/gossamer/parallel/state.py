@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,13 @@ import torch
 from torch import Tensor
 
 from gossamer.checkpoints import shards, worker
+from gossamer.checkpoints.checkpoint import Unreadable
 from gossamer.checkpoints.snapshot import Layout, Snapshot
+from gossamer.errors import GossamerError
 from gossamer.members.changes import Survival
 from gossamer.members.store import Seat
 from gossamer.methods import ALL_REDUCE
+from gossamer.rows.block import Block
 from gossamer.transport.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -37,8 +41,12 @@ def save(model: DecentralizedDataParallel, folder: Path, also: Mapping[str, Any]
 
 
 def load(model: DecentralizedDataParallel, folder: Path, also: Mapping[str, Any]) -> bool:
+    model._driver.adopt()  # what was trained there may be trained here since the last step
+
     def check(found: Snapshot, where: str) -> None:
-        worker.check(found.parts, where, model._bare(), model._driver.optimizers, also, model._driver.now)
+        worker.check(
+            _relaid(model, found.parts, where), where, model._bare(), model._driver.optimizers, also, model._driver.now
+        )
 
     found = shards.load(folder, _whole_setup(model), model._exchange, layout(model), model._flat.device, check)
     if found is None:
@@ -54,13 +62,67 @@ def capture(model: DecentralizedDataParallel, also: Mapping[str, Any]) -> dict[s
     parts = worker.capture(model._bare(), driver.optimizers, model.schedule, driver.signals, also, driver.now)
     now = driver.current_schedule.state_dict()
     parts["schedule"] |= {key: value for key, value in now.items() if key != "changes"}
-    return parts | {"means": model._mixer.state_dict(model._flat.blocks)}
+    blocks = model._flat.blocks
+    return parts | {
+        "means": model._mixer.state_dict(blocks),
+        "progress": {"graph": driver.last_graph, "blocks": _names(blocks)},
+    }
 
 
 def restore(model: DecentralizedDataParallel, parts: dict[str, Any], where: str, also: Mapping[str, Any]) -> None:
-    driver = model._driver
+    driver, blocks = model._driver, model._flat.blocks
+    driver.adopt()
+    parts = _relaid(model, parts, where)
     driver.signals = worker.restore(parts, where, model._bare(), driver.optimizers, model.schedule, also, driver.now)
-    model._mixer.load_state_dict(model._flat.blocks, parts["means"])
+    here = _names(blocks)
+    progress = parts.get("progress", {"graph": None, "blocks": here})
+    model._mixer.load_state_dict(blocks, parts["means"] if progress["blocks"] == here else [])
+    driver.resume(progress["graph"])
+    driver.members_moved |= not set(chain(*here)) <= set(chain(*progress["blocks"]))
+
+
+def _names(blocks: Sequence[Block]) -> list[list[str]]:
+    return [[slot.name for slot in block.slots] for block in blocks]
+
+
+def _relaid(model: DecentralizedDataParallel, parts: dict[str, Any], where: str) -> dict[str, Any]:
+    """The method's own vectors as the blocks are here: parameters that were frozen at first have blocks of their own, and may have been
+    trained from another step on. A parameter that was not trained there begins anew."""
+    driver, blocks, progress = model._driver, model._flat.blocks, parts.get("progress")
+    own, here = driver.now.part, _names(blocks)
+    if own is None or progress is None:
+        return parts
+    worker.check_progress(progress, where)
+    there = progress["blocks"]
+    if there == here:
+        return parts
+    if frozen := [name for name in chain(*there) if name not in {*chain(*here)}]:
+        raise GossamerError(
+            f"{where} does not fit: parameter {frozen[0]!r} was trained there and is frozen here; call requires_grad_(True) first"
+        )
+    parameters = dict(model._bare().named_parameters())
+    old = [Block([(name, parameters[name], False) for name in names], 1, model._flat.device) for names in there]
+    saved, vectors = parts[own], driver.method.state(driver.now.x)
+    of_blocks = {name: vector.tensors for name, vector in vectors.items() if _fit(blocks, vector.tensors)}
+    if not isinstance(saved, dict) or not all(_fit(old, saved.get(name)) for name in of_blocks):
+        raise Unreadable(f"{where} is damaged: its part {own!r} does not fit the parameters that it names")
+    for name, rows in of_blocks.items():
+        mine = _views(blocks, rows)
+        for parameter, view in _views(old, saved[name]).items():
+            mine[parameter].copy_(view)
+    return parts | {own: saved | of_blocks}
+
+
+def _views(blocks: Sequence[Block], rows: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Of each parameter."""
+    return {name: view for block, row in zip(blocks, rows, strict=True) for name, view in block.tensors_of(row).items()}
+
+
+def _fit(blocks: Sequence[Block], rows: Any) -> bool:
+    """Whether these are rows of the blocks."""
+    return isinstance(rows, list) and [(b.x.shape, b.dtype) for b in blocks] == [
+        (row.shape, row.dtype) if isinstance(row, Tensor) else None for row in rows
+    ]
 
 
 def survival(model: DecentralizedDataParallel, seat: Seat, exchange: Exchange) -> Survival:

@@ -259,6 +259,13 @@ class Replicas:
         finally:
             self._point_at(0)
 
+    def share_buffers(self) -> None:
+        """Inside ``averaged()``: every replica gets the floating-point buffers that the averaged model has now, but for local ones."""
+        local, shown = local_buffers(self.template), {name: place[key] for place, key, name in self._buffer_places}
+        for name, stacked in self.buffers.items():
+            if stacked.is_floating_point() and name not in local:
+                stacked.copy_(shown[name])
+
     # --- Storage ---------------------------------------------------------------------------------------------------------
 
     def _point_at(self, i: int) -> None:

@@ -76,9 +76,17 @@ class Gossip(Method):
         return ", ".join(parts)
 
     @property
+    def _own_share(self) -> float:
+        return WIRES[getattr(self.rule, "wire", "float32")].share(torch.float32)
+
+    @property
+    def coded(self) -> bool:
+        """Whether rows travel on the rule's own wire, and it is one that rounds."""
+        return self._own_share < 1
+
+    @property
     def edge_share(self) -> float:
-        own = WIRES[getattr(self.rule, "wire", "float32")].share(torch.float32)
-        return own if own < 1 else 0.5 if self.wire == "bfloat16" else 1.0
+        return self._own_share if self.coded else 0.5 if self.wire == "bfloat16" else 1.0
 
     @property
     def rows(self) -> int:
@@ -155,4 +163,4 @@ def parse(text: str) -> Method:
         raise GossamerError(f"method {text!r}: how often {order!r} averages is not in the runtime model; leave it out")
     every = how.every * getattr(how.method, "p", 1)
     made = Gossip(how.graph, "atc", how.wire, every, **own, rule=how.method)  # type: ignore[arg-type]
-    return made if made.edge_share in (0.5, 1.0) else replace(made, verb="edges")  # codes can't be added up on the way
+    return replace(made, verb="edges") if made.coded else made  # codes can't be added up on the way

@@ -50,9 +50,8 @@ class Averaging:
                 + (f"use '{rule.name}:p={self.every}'" if hasattr(rule, "p") else "leave it at 1")
             )
         if rule is not None and rule.own_wire and self.wire != EXACT.name:
-            raise GossamerError(
-                f"wire={self.wire!r}: method {rule.name!r} has a wire of its own; write '{rule.name}:wire={self.wire}'"
-            )
+            inner = rule.inner.name
+            raise GossamerError(f"wire={self.wire!r}: method {inner!r} has a wire of its own; write '{inner}:wire={self.wire}'")
         if planned.watches and self.every > 1:
             raise GossamerError(
                 f"local_steps={self.every}: {planned.describe()!r} decides by itself how often to average; leave it at 1"
@@ -73,7 +72,12 @@ class Averaging:
         if isinstance(graph, str) and known(plain_name(graph)) == ALL_REDUCE:
             chosen, graph = chosen or method(ALL_REDUCE), "complete"
         if chosen is not None and chosen.averages == "gradients":
-            graph, every = "complete", 1
+            if every > 1:
+                raise GossamerError(
+                    f"local_steps={every}: method {chosen.name!r} averages gradients in every step; leave it at 1, accumulate "
+                    f"gradients with no_sync(), or average parameters in every {every} steps (graph='complete', local_steps={every})"
+                )
+            graph = "complete"
         return cls(graph, method(order) if chosen is None and order else chosen, wire, every)
 
     @classmethod
