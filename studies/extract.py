@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from gossamer.dbench import search
 from gossamer.dbench.analysis import RunData, load
 from gossamer.dbench.store import FILE, Store
 from gossamer.rows.profile import MEASURES
@@ -22,7 +23,9 @@ def write(folders: Sequence[Path], to: Path, keep: bool = False) -> None:
     for folder in folders:
         store = Store(folder / FILE)
         metric = store.meta("metric")
-        runs |= {_key(run): run for run in map(_run, load(store))}
+        spec = search.ran(store)
+        rates = {part.name: spec.optimizer.lr if part.lr is None else part.lr for part in spec.methods}
+        runs |= {_key(run): run | {"lr": rates[run["method"]]} for run in map(_run, load(store))}
         store.close()
     rows = ",\n".join(json.dumps(run) for run in runs.values())  # a line for each run: changes are readable
     to.parent.mkdir(parents=True, exist_ok=True)

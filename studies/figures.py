@@ -1,4 +1,4 @@
-"""The figures and tables of ``docs/study.md`` from the committed results. Nothing is computed that is not in them."""
+"""The figures and tables of ``docs/study.md`` and ``docs/study-heterogeneous.md``: nothing but what the committed results say."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from gossamer.dbench.analysis import Estimate, estimate
 from gossamer.rows.profile import MEASURES
 
 PAGE = Path(__file__).parent.parent / "docs" / "study.md"
+PAGES = (PAGE, PAGE.with_name("study-heterogeneous.md"))
 CONTROL = "periodic:every=1,bits=8"  # ada-auto if it stayed where it begins
 ORDER = (
     "centralized",
@@ -52,7 +53,8 @@ class Experiment:
 
     @property
     def methods(self) -> list[str]:
-        return sorted({run["method"] for run in self.runs}, key=ORDER.index)
+        names = list(dict.fromkeys(run["method"] for run in self.runs))
+        return sorted(names, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER) + names.index(name))
 
     def value(self, run: dict[str, Any], what: str = "value") -> float:
         """Accuracy in percent, or perplexity; a run that diverged has nothing, which counts as a guess among ten classes."""
@@ -300,6 +302,30 @@ def order_table(awc: Experiment, atc: Experiment) -> Iterator[str]:
         yield f"| {m} | {' | '.join(columns)} | {say(estimate(a - b for a, b in pairs), sign=True)} |"
 
 
+def hetero_table(x: Experiment) -> Iterator[str]:
+    """Each against D-SGD with momentum, and its bytes against those of a ring in float32."""
+    base, n = "D-SGD, momentum", x.scales[-1]
+    yield f"| method | learning rate | {x.unit} | against {base}, points | bytes of D-SGD |"
+    yield "| --- | --- | --- | --- | --- |"
+    for m in x.methods:
+        versus = say(x.against(m, base, n), sign=True) if m != base else ""
+        share = x.mean_of("bytes", m, n) / x.mean_of("bytes", base, n)
+        yield f"| {m} | {x.select(m, n)[0]['lr']:g} | {x.said(m, n)} | {versus} | {100 * share:.0f} % |"
+
+
+def alpha_table(*by_alpha: Experiment) -> Iterator[str]:
+    """All methods; the smaller alpha, the more the data differ."""
+    base, last = "D-SGD, momentum", by_alpha[-1]
+    yield f"| method | learning rate | alpha 1 | 0.1 | 0.01 | against {base} at 0.01, points | the worse of two replicas at 0.01 |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for m in last.methods:
+        (n,) = last.scales
+        versus = say(last.against(m, base, n), sign=True) if m != base else ""
+        worst = say(last.values(m, n, "worst"), digits=1)
+        columns = [last.select(m, n)[0]["lr"], *(x.said(m, n) for x in by_alpha), versus, worst]
+        yield f"| {m} | {' | '.join(f'{c:g}' if isinstance(c, float) else c for c in columns)} |"
+
+
 # The table, the experiments that it is made from, and how.
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., Iterator[str]]]] = {
     "scale": (("scale",), scale_table),
@@ -314,6 +340,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., Iterator[str]]]] = {
     "n1008": (("n1008",), method_table),
     "order": (("awc", "fashion"), order_table),
     "adam": (("adam",), adam_table),
+    "hetero": (("hetero",), hetero_table),
 }
 
 # --- All of it -------------------------------------------------------------------------------------------------------------------
@@ -323,8 +350,8 @@ def experiments(folder: Path) -> dict[str, Experiment]:
     return {path.stem: Experiment(path.stem, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))}
 
 
-def write(results: Path, out: Path, page: Path = PAGE) -> Sequence[Path]:
-    """Figures into ``out``, and the tables into the page, between ``<!-- table: NAME -->`` and ``<!-- end -->``."""
+def write(results: Path, out: Path, pages: Sequence[Path] = PAGES) -> Sequence[Path]:
+    """Figures into ``out``, and the tables into the pages, between ``<!-- table: NAME -->`` and ``<!-- end -->``."""
     found = experiments(results)
     out.mkdir(parents=True, exist_ok=True)
     written = []
@@ -333,7 +360,7 @@ def write(results: Path, out: Path, page: Path = PAGE) -> Sequence[Path]:
             path = out / f"{name}.svg"
             path.write_text(draw(found))
             written.append(path)
-    if page.exists():
+    for page in pages:
         page.write_text(with_tables(page.read_text(), found))
         written.append(page)
     return written

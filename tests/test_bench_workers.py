@@ -71,6 +71,16 @@ def test_three_processes_give_the_result_of_one(spec, alone, tmp_path):
     assert not list((tmp_path / "out" / "checkpoints").iterdir())
 
 
+def test_a_search_finds_the_same_in_three_processes(tmp_path):
+    path = tmp_path / "search.toml"
+    path.write_text(SPEC.replace("epochs = 3", "epochs = 1") + "[search]\nlr = [0.001, 0.2]\nseeds = [100]\n")
+    assert inside("bench", path, "--out", tmp_path / "one", "--jobs", 1, "--quiet").returncode == 0
+    workers.run_ok(3, bench(path, tmp_path / "three"))
+    one, three = ([(row["lr"], row["value"]) for row in results(tmp_path / out)] for out in ("one", "three"))
+    assert [lr for lr, _ in one] == [0.2, 0.2]
+    assert all(near(a, b) for x, y in zip(one, three, strict=True) for a, b in zip(x, y, strict=True))
+
+
 def test_killed_as_a_whole_it_goes_on_and_ends_the_same(spec, alone, tmp_path):
     out = tmp_path / "out"
     processes = workers.start(2, bench(spec, out))

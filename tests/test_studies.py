@@ -15,19 +15,20 @@ from studies.__main__ import RESULTS, parts, selected
 
 
 def test_figures_and_tables_are_what_the_results_say(tmp_path):
-    page = tmp_path / "study.md"
-    page.write_text(figures.PAGE.read_text())
-    written = figures.write(RESULTS, tmp_path / "study", page)
+    pages = [tmp_path / page.name for page in figures.PAGES]
+    for page, committed in zip(pages, figures.PAGES, strict=True):
+        page.write_text(committed.read_text())
+    written = figures.write(RESULTS, tmp_path / "study", pages)
     folder = figures.PAGE.parent / "study"
-    assert {path.name for path in written if path != page} == {path.name for path in folder.iterdir()}
-    assert len(written) == len(figures.FIGURES) + 1
+    assert {path.name for path in written if path not in pages} == {path.name for path in folder.iterdir()}
+    assert len(written) == len(figures.FIGURES) + len(pages)
     for path in written:
-        committed = figures.PAGE if path == page else folder / path.name
+        committed = (folder.parent if path in pages else folder) / path.name
         assert path.read_text() == committed.read_text(), f"{path.name}: run make study-figures"
 
 
 def test_every_figure_of_the_page_is_there():
-    text = figures.PAGE.read_text()
+    text = "".join(page.read_text() for page in figures.PAGES)
     for path in (figures.PAGE.parent / "study").iterdir():
         assert f"study/{path.name}" in text
     assert all(f"<!-- table: {name} -->" in text for name in figures.TABLES)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gossamer.data import seeds
 from gossamer.errors import GossamerError
 
 Batch = tuple[Tensor, ...]
@@ -135,6 +136,55 @@ class Text(Source):
 
     def describe(self) -> list[list[int]]:
         return [[len(self.tokens), self.window]]
+
+
+class Subset(Source):
+    """The samples with these numbers."""
+
+    def __init__(self, whole: Source, index: Tensor) -> None:
+        self.whole, self.index = whole, index
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def take(self, index: Tensor) -> Batch:
+        return self.whole.take(self.index[index.cpu()])
+
+    def draw(self, index: Tensor, draw: Draw) -> Batch:
+        return self.whole.draw(self.index[index.cpu()], draw)
+
+    def to(self, device: torch.device) -> Subset:
+        return Subset(self.whole.to(device), self.index)
+
+    def describe(self) -> list[list[int]]:
+        return [*self.whole.describe(), [len(self)]]
+
+    @property
+    def labels(self) -> Tensor | None:
+        return _of(self.whole.labels, self.index)
+
+    @property
+    def groups(self) -> Tensor | None:
+        return _of(self.whole.groups, self.index)
+
+
+def _of(values: Tensor | None, index: Tensor) -> Tensor | None:
+    return None if values is None else values[index.to(values.device)]
+
+
+def held_out(data: Source | Batch, share: float) -> tuple[Source, Source]:
+    """The data without a share of them, and that share: the same in each call. Of a text it is the end."""
+    whole = source(data)
+    count = round(share * len(whole))
+    if not 0 < count < len(whole):
+        raise GossamerError(
+            f"validation={share:g} of {len(whole)} training samples are {count}; at least one must be on each side"
+        )
+    if isinstance(whole, Text):
+        cut = len(whole.tokens) - round(share * len(whole.tokens))
+        return Text(whole.tokens[:cut], whole.window), Text(whole.tokens[cut:], whole.window)
+    order = torch.randperm(len(whole), generator=seeds.generator(0, -10))
+    return Subset(whole, order[count:].sort().values), Subset(whole, order[:count].sort().values)
 
 
 def source(data: Source | Batch) -> Source:

@@ -16,7 +16,7 @@ import scipy
 import torch
 
 from gossamer import graphs
-from gossamer.dbench.store import FINISHED, ProfileRow, Run, Store
+from gossamer.dbench.store import FINISHED, Number, ProfileRow, Run, Store
 from gossamer.members.outages import Outage
 from gossamer.rows.profile import MEASURES, dispersion
 from gossamer.schedules import Change
@@ -39,6 +39,13 @@ class RunData:
     step_seconds: float | None = None  # on the cluster that the spec names; predicted
     graph_seconds: dict[str, float] | None = None  # the same by graph, if the run changed it as it went
     outages: tuple[Outage, ...] = ()
+    numbers: tuple[Number, ...] = ()  # what the method has noted, at the steps of the profile
+
+    def noted(self, name: str) -> Curve:
+        """One of the method's own numbers over the steps; empty if it has no such number."""
+        found = [n for n in self.numbers if n.name == name]
+        values = [math.nan if n.value is None else n.value for n in found]
+        return Curve(np.array([n.step for n in found], dtype=np.int64), np.array(values))
 
     @property
     def value(self) -> float | None:
@@ -133,6 +140,7 @@ def load(store: Store) -> list[RunData]:
                 step_seconds=clock.get("seconds", {}).get(run.method, {}).get(str(run.replicas)),
                 graph_seconds=clock.get("graphs", {}).get(run.method, {}).get(str(run.replicas)),
                 outages=spec.outages(run.cell),
+                numbers=tuple(store.numbers(run.id)),
             )
         )
     return loaded
@@ -246,7 +254,7 @@ def metric_against_early_dispersion(runs: Sequence[RunData], n: int, measure: st
 
 @dataclass(frozen=True)
 class Curve:
-    """A mean over seeds at each of some steps."""
+    """A number of one run, or a mean over seeds, at each of some steps."""
 
     steps: np.ndarray
     mean: np.ndarray

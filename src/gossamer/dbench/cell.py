@@ -16,7 +16,7 @@ from gossamer.data import machine
 from gossamer.data.tasks import Task
 from gossamer.dbench import clock
 from gossamer.dbench.spec import Cell, Spec
-from gossamer.dbench.store import Store
+from gossamer.dbench.store import Number, Store
 from gossamer.errors import TrainingDiverged
 from gossamer.rows.backends import Backend
 from gossamer.rows.profile import Profile
@@ -47,11 +47,17 @@ def run_cell(
     one has the store. ``note``: why the run begins anew."""
     profiles: list[Profile] = []
     epochs: list[EpochRecord] = []
+    numbers: list[Number] = []
     trainer = trainer_for(spec, cell, task, device, exchange)
     trainer.on_profile, trainer.on_epoch = profiles.append, epochs.append
     trainer.on_step = lambda step, loss: report(
         step, trainer.steps, loss, trainer.history[-1].value if trainer.history else None
     )
+    if every := spec.profile.every:
+        # At the steps of the profile: what a method notes in each step would be more rows than it is worth.
+        trainer.now.on_note = lambda step, noted: numbers.extend(
+            Number(step, *one) for one in noted.items() if step % every == 0
+        )
     if book.backend is not None:
         trainer.replicas.backend = Backend.parse(book.backend)
     resumed, damage = _resume(trainer, book)
@@ -63,10 +69,10 @@ def run_cell(
         if note is not None:
             book.write(Store.note, "checkpoint", note)
 
-    def unsaved() -> tuple[list[Profile], list[EpochRecord], list]:
-        rows = (profiles.copy(), epochs.copy(), trainer.schedule.changes)
-        profiles.clear()
-        epochs.clear()
+    def unsaved() -> tuple[list[Profile], list[EpochRecord], list, list[Number]]:
+        rows = (profiles.copy(), epochs.copy(), trainer.schedule.changes, numbers.copy())
+        for some in (profiles, epochs, numbers):
+            some.clear()
         return rows
 
     pause = _Pause(trainer, checkpoint_seconds)
@@ -90,7 +96,7 @@ def run_cell(
         status, message = "done", None
     except TrainingDiverged as error:
         result, status, message = None, "diverged", str(error)
-    numbers = {
+    final = {
         "value": result and result.value,
         "value_mean": result and result.mean,
         "value_worst": result and result.worst,
@@ -102,7 +108,7 @@ def run_cell(
         "seconds": trainer.seconds,
         "consensus_distance": trainer.history[-1].consensus_distance if trainer.history else None,
     }
-    book.write(Store.finish, status, message, numbers, unsaved())
+    book.write(Store.finish, status, message, final, unsaved())
     checkpoint.remove(book.path)
     return True
 

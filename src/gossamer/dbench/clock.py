@@ -84,4 +84,4 @@ def _method(spec: Spec, method: MethodPart) -> Method:
 
 
 def _order(spec: Spec, method: MethodPart) -> Literal["awc", "atc"]:
-    return "awc" if parse_method(method.algorithm or spec.algorithm).name == "awc" else "atc"
+    return "awc" if parse_method(method.algorithm or spec.algorithm).inner.name == "awc" else "atc"

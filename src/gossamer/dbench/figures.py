@@ -142,6 +142,27 @@ def figures(
             lambda n: _by_epoch(runs, int(n), colour, lambda e: e.epoch + 1, lambda e: e.degree, shape="hv"),
             _layout("epoch", "connections per replica", ylog=True, whole=epochs),
         )
+    if controlled := [r for r in runs if len(r.noted("control_target").steps)]:
+        where = {"replicas": [str(n) for n in reversed(analysis.scales(controlled))]}
+        yield _figure(
+            "control",
+            "Consensus control: distance and target",
+            "What bounds the replicas' distance after the rounds of a step (line), and the target that ends them (dashes). A line above "
+            "its dashes: the rounds were used up. Each run, at the steps of the profile.",
+            where,
+            lambda n: _control(
+                controlled, int(n), colour, {"control_reached": {}, "control_target": {"dash": "dash", "width": 1}}
+            ),
+            _layout("step", "distance", ylog=True),
+        )
+        yield _figure(
+            "control-rounds",
+            "Consensus control: rounds per step",
+            "Rounds that a step has added to the method's own average. Each run, at the steps of the profile.",
+            where,
+            lambda n: _control(controlled, int(n), colour, {"control_rounds": {}}),
+            _layout("step", "rounds"),
+        )
     if partition is not None:
         yield _figure(
             "partition",
@@ -256,6 +277,20 @@ def _dispersion(runs: Sequence[RunData], n: int, measure: str, colour: dict[str,
         if len(curve.steps) and curve.mean.max() > 0:
             x, y = _thin(curve.steps, np.where(curve.mean > 0, curve.mean, np.nan))
             made.append(line(m, colour[m], x, y))
+    return made
+
+
+def _control(runs: Sequence[RunData], n: int, colour: dict[str, str], styles: Mapping[str, Mapping[str, Any]]) -> list[Trace]:
+    """A line for each run and each of its numbers; the legend has one for each method."""
+    made = []
+    for m in analysis.methods(runs):
+        for k, r in enumerate(analysis.select(runs, m, n)):
+            for number, style in styles.items():
+                curve = r.noted(number)
+                x, y = _thin(curve.steps, curve.mean)
+                first = number == next(iter(styles))
+                legend = {"legendgroup": m, "showlegend": first and not k, "text": f"seed {r.run.seed}"}
+                made.append(line(m if first else f"{m}: {number.split('_')[1]}", colour[m], x, y, style, **legend))
     return made
 
 

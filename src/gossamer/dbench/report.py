@@ -14,7 +14,7 @@ from pathlib import Path
 from plotly.offline import get_plotlyjs
 
 from gossamer import graphs
-from gossamer.dbench import analysis, failure_costs, partition
+from gossamer.dbench import analysis, budgets, failure_costs, partition, search
 from gossamer.dbench.analysis import Final, RunData
 from gossamer.dbench.failures import NONE
 from gossamer.dbench.figures import figures
@@ -62,6 +62,8 @@ def page(store: Store, runs: Sequence[RunData]) -> str:
         "UNFINISHED": f"<p class='note'>{left} runs are not finished; this report shows the others.</p>" if left else "",
         "TABLE": _table(runs, name, higher, _statistics(store, spec) + _which(every, runs)),
         "FINDINGS": "".join(f"<li>{html.escape(sentence)}</li>" for sentence in said),
+        "BUDGETS": budgets.section(runs, name),
+        "SEARCH": search.section(store),
         "FAILURES": failure_costs.section(every, spec, name, higher),
         "ADA": _pictures(runs),
         "SPEC": html.escape(_spec(spec)),

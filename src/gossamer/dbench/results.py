@@ -12,6 +12,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from gossamer.dbench import search
 from gossamer.dbench.analysis import RunData, load
 from gossamer.dbench.store import Run, Store
 from gossamer.rows.profile import MEASURES
@@ -21,6 +22,8 @@ def results(store: Store) -> list[dict[str, Any]]:
     """One dict per run of the grid, unfinished ones included (their numbers are None)."""
     metric = store.meta("metric")["name"]
     finished = {data.run.id: data for data in load(store)}
+    spec = search.ran(store)
+    rates = {part.name: spec.optimizer.lr if part.lr is None else part.lr for part in spec.methods}
     return [
         {
             "method": run.method,
@@ -29,6 +32,7 @@ def results(store: Store) -> list[dict[str, Any]]:
             "failures": run.failures,
             "status": run.status,
             "metric": metric,
+            "lr": rates[run.method],
             "value": run.value,
             "value_mean": run.value_mean,
             "value_worst": run.value_worst,

@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ from torch import nn
 from gossamer.apps import tasks
 from gossamer.data import machine
 from gossamer.data.sampling import sampler
-from gossamer.data.sources import source
+from gossamer.data.sources import held_out, source
 from gossamer.data.tasks import Task
-from gossamer.dbench import clock, partition
+from gossamer.dbench import clock, partition, search
 from gossamer.dbench.cell import Book, backend_key, book, run_cell, trainer_for
 from gossamer.dbench.display import Display
 from gossamer.dbench.failures import NONE
@@ -74,7 +74,25 @@ def bench(
 
     ``exchange``: the replicas of each cell are spread over its processes, all of which call this; the first one writes."""
     out = Path(out)
-    context = _Context(spec, out, task, device, checkpoint_seconds)
+    declared, chosen = spec, None
+    if spec.search is not None:
+        tried = bench(
+            search.grid(spec),
+            out / search.FOLDER,
+            task=task,
+            jobs=jobs,
+            device=device,
+            checkpoint_seconds=checkpoint_seconds,
+            quiet=quiet,
+            exchange=exchange,
+        )
+        if not tried.complete:
+            return Outcome(out, 0, len(spec.cells()))
+        chosen = search.choose(spec, tried.out / FILE) if exchange is None or exchange.rank == 0 else []
+        if exchange is not None:
+            chosen = exchange.share(chosen)
+        spec = search.tuned(spec, chosen)
+    context = _Context(spec, declared, chosen, out, task, device, checkpoint_seconds)
     made = context.made_task()
     if exchange is not None:
         return _together(context, made, exchange, quiet)
@@ -99,7 +117,9 @@ def _open(context: _Context, task: Task) -> tuple[Store, list[Run], list[Cell]]:
     model = _check(context.spec, task, context.device)
     predicted = clock.predict(context.spec, task)
     shapes = {"name": task.name, "train": source(task.train).describe(), "test": source(task.test).describe()}
-    store = Store.create(context.out / FILE, context.spec, (task.metric.name, task.metric.higher_is_better), shapes)
+    store = Store.create(context.out / FILE, context.declared, (task.metric.name, task.metric.higher_is_better), shapes)
+    if context.chosen is not None:
+        store.set_meta(search.KEY, context.chosen)
     if store.meta("batch_norm_layers") is None:
         store.set_meta("batch_norm_layers", len(batch_norm.layers(model)))
     partition.keep(store, context.spec, task)
@@ -183,9 +203,11 @@ def _check(spec: Spec, task: Task, device: str) -> nn.Module:
 
 @dataclass(frozen=True)
 class _Context:
-    """What a worker process needs to know."""
+    """What a worker process needs to know. ``declared``: what the person's spec says, before a search has ``chosen`` settings."""
 
     spec: Spec
+    declared: Spec
+    chosen: list[dict[str, Any]] | None
     out: Path
     task: Task | None
     device: str
@@ -193,7 +215,11 @@ class _Context:
 
     def made_task(self) -> Task:
         named = self.spec.task
-        return self.task or tasks.make(named.name, Path(named.data) if named.data else None, named.options, named.batch)
+        task = self.task or tasks.make(named.name, Path(named.data) if named.data else None, named.options, named.batch)
+        if named.validation is None:
+            return task
+        train, test = held_out(task.train, named.validation)
+        return replace(task, train=train, test=test)
 
 
 def _choose_backends(store: Store, spec: Spec, task: Task, pending: list[Cell], device: str, display: Display) -> None:

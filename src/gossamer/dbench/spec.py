@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -63,7 +63,8 @@ def _numbers(what: str, low: int, high: int, shown: str) -> AfterValidator:
 
 class TaskPart(Part):
     """What is trained. ``batch`` is per replica; ``data`` is a folder, if the data set is not where it usually is; ``options``
-    are the task's own (see docs/tasks.md); ``batch_norm`` says how the averaged model gets its running statistics."""
+    are the task's own (see docs/tasks.md); ``batch_norm`` says how the averaged model gets its running statistics. ``validation``: this
+    share of the training data is held out, and takes the place of the test data."""
 
     name: str
     epochs: int = Field(ge=1, le=100_000)
@@ -73,6 +74,7 @@ class TaskPart(Part):
     data: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     batch_norm: BatchNorm = "reestimate"
+    validation: float | None = Field(None, gt=0, lt=1, allow_inf_nan=False)
 
 
 class OptimizerPart(Part):
@@ -132,6 +134,31 @@ class ClockPart(Part):
 
     cluster: str
     compute_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
+
+
+class SearchPart(Part):
+    """Before the grid is run, each method gets the best of these learning rates, and of the ``values`` of ``option`` if it has that option.
+    ``seeds`` are not those of the results. ``replicas``, ``epochs``, ``partition``: if they are not the spec's own. ``validation``: the
+    share of the training data that judges. ``runs``: the budget, in all."""
+
+    lr: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = Field(strict=False, min_length=1)
+    seeds: Annotated[tuple[int, ...], Field(strict=False, min_length=1), _numbers("a seed", 0, 2**31 - 1, "2^31 - 1")]
+    option: str | None = None
+    values: tuple[bool | int | float | str, ...] = Field((), strict=False)
+    replicas: int | None = Field(None, ge=1)
+    epochs: int | None = Field(None, ge=1, le=100_000)
+    partition: Annotated[str, AfterValidator(check_partition)] | None = None
+    validation: float = Field(0.1, gt=0, lt=1, allow_inf_nan=False)
+    runs: int = Field(200, ge=1)
+
+    @model_validator(mode="after")
+    def _option(self) -> SearchPart:
+        for what, some in (("lr", self.lr), ("values", self.values)):
+            if len(set(some)) < len(some):
+                raise GossamerError(f"{what}: {list(some)} names a value twice")
+        if (self.option is None) != (not self.values):
+            raise GossamerError("option and values belong together: option = 'gamma', values = [0.2, 0.4]")
+        return self
 
 
 class MethodPart(Part):
@@ -196,6 +223,7 @@ class Spec(Part):
     target: TargetPart | None = None
     clock: ClockPart | None = None
     failures: dict[str, FailuresPart] = Field(default_factory=dict)
+    search: SearchPart | None = None
 
     @field_validator("methods", mode="before")
     @classmethod
@@ -215,7 +243,26 @@ class Spec(Part):
         for method in self.methods:
             parse_method(method.algorithm or self.algorithm)
         failing.check(self.failures, self.replicas, self.seeds, self.task.epochs)
+        if self.search is not None:
+            self._check_search(self.search)
         return self
+
+    def _check_search(self, search: SearchPart) -> None:
+        both = sorted({*self.seeds} & {*search.seeds})
+        if both:
+            raise GossamerError(
+                f"search.seeds: {both} are seeds of the results as well; settings are chosen on seeds of their own, such as [100, 101]"
+            )
+        set_already = [method.name for method in self.methods if method.lr is not None]
+        if set_already:
+            raise GossamerError(
+                f"search: method {set_already[0]!r} has a learning rate already; leave out its lr, or the search"
+            )
+        rules = [parse_method(method.algorithm or self.algorithm) for method in self.methods if not method.centralized]
+        options = sorted({field.name for rule in rules for field in fields(rule)})
+        if search.option is not None and search.option not in options:
+            known = f"their options are {', '.join(options)}" if options else "they have none"
+            raise GossamerError(f"search.option: no method here has an option {search.option!r}; {known}")
 
     # --- The grid --------------------------------------------------------------------------------------------------------
 
@@ -313,6 +360,7 @@ _PARTS: dict[str, type[BaseModel]] = {
     "profile": ProfilePart,
     "target": TargetPart,
     "clock": ClockPart,
+    "search": SearchPart,
     "methods": MethodPart,
     "failures": FailuresPart,
     "events": EventPart,

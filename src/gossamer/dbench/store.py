@@ -46,6 +46,11 @@ CREATE TABLE events (
     run INTEGER NOT NULL, step INTEGER NOT NULL, epoch INTEGER NOT NULL, kind TEXT NOT NULL, graph TEXT, reason TEXT,
     PRIMARY KEY (run, step, kind));
 """
+# Made when first a method notes a number: so stores have it only then, and need no other version.
+_NUMBERS = """
+CREATE TABLE IF NOT EXISTS numbers (
+    run INTEGER NOT NULL, step INTEGER NOT NULL, name TEXT NOT NULL, value REAL, PRIMARY KEY (run, step, name))
+"""
 _PENDING = "INSERT INTO runs (method, replicas, seed, failures, status) VALUES (?, ?, ?, ?, 'pending')"
 _GROWS = ("methods", "replicas", "seeds")  # keys of a spec that may get more values: finished runs stay what they are
 FINISHED = ("done", "diverged")
@@ -58,6 +63,15 @@ class ProfileRow:
     consensus_distance: float
     bytes: int
     norms: np.ndarray  # float32 [replicas that took part, tensors]
+
+
+@dataclass(frozen=True)
+class Number:
+    """What a method has noted of a step."""
+
+    step: int
+    name: str
+    value: float | None  # None: not a number
 
 
 @dataclass(frozen=True)
@@ -190,14 +204,15 @@ class Store:
         return build(self.meta("spec"), str(self.path))
 
     def runs(self) -> list[Run]:
-        there, otherwise = self._columns(), {"failures": f"'{NONE}'"}  # of older versions some are missing
+        there, otherwise = self._columns("runs"), {"failures": f"'{NONE}'"}  # of older versions some are missing
         columns = ", ".join(name if name in there else otherwise.get(name, "NULL") for name in Run.__dataclass_fields__)
         rows = self._query(f"SELECT {columns} FROM runs ORDER BY id")
         named = [dict(zip(Run.__dataclass_fields__, row, strict=True)) for row in rows]
         return [Run(**(row | {"tensors": tuple(json.loads(row["tensors"] or "[]"))})) for row in named]
 
-    def _columns(self) -> set[str]:
-        return {row[1] for row in self._query("PRAGMA table_info(runs)")}
+    def _columns(self, table: str) -> set[str]:
+        """None, if there is no such table."""
+        return {row[1] for row in self._query(f"PRAGMA table_info({table})")}
 
     def run(self, run: int) -> Run:
         return next(r for r in self.runs() if r.id == run)
@@ -222,6 +237,13 @@ class Store:
         """Kind and text of what else has happened."""
         return self._query("SELECT kind, reason FROM events WHERE run = ? AND kind != 'graph' ORDER BY step", run)
 
+    def numbers(self, run: int) -> list[Number]:
+        """What the method has noted, step by step."""
+        if not self._columns("numbers"):
+            return []
+        rows = self._query("SELECT step, name, value FROM numbers WHERE run = ? ORDER BY step, name", run)
+        return [Number(*row) for row in rows]
+
     def find(self, cell: Cell) -> Run:
         return next(run for run in self.runs() if run.cell == cell)
 
@@ -234,7 +256,7 @@ class Store:
     def begin(self, run: int, machine: dict[str, Any], backend: str, threads: int, tensors: Sequence[str]) -> None:
         """The run starts from its first step: nothing of an earlier try stays."""
         with self._transaction() as db:
-            for table in ("epochs", "profiles", "events"):
+            for table in filter(self._columns, ("epochs", "profiles", "events", "numbers")):
                 db.execute(f"DELETE FROM {table} WHERE run = ?", (run,))
             db.execute(
                 "UPDATE runs SET status = 'running', message = NULL, machine = ?, backend = ?, threads = ?, tensors = ? WHERE id = ?",
@@ -246,17 +268,24 @@ class Store:
         with self._transaction() as db:
             db.execute("INSERT OR REPLACE INTO events VALUES (?, ?, 0, ?, NULL, ?)", (run, step, kind, reason))
 
-    def add(self, run: int, profiles: Sequence[Profile], epochs: Sequence[EpochRecord], changes: Sequence[Change]) -> None:
+    def add(
+        self,
+        run: int,
+        profiles: Sequence[Profile],
+        epochs: Sequence[EpochRecord],
+        changes: Sequence[Change],
+        numbers: Sequence[Number] = (),
+    ) -> None:
         with self._transaction() as db:
-            _add(db, run, profiles, epochs, changes)
+            _add(db, run, profiles, epochs, changes, numbers)
 
     def finish(
-        self, run: int, status: str, message: str | None, numbers: dict[str, float | int | None], rest: tuple[Any, Any, Any]
+        self, run: int, status: str, message: str | None, numbers: dict[str, float | int | None], rest: tuple[Any, ...]
     ) -> None:
         """The last rows and the result in one transaction: a run is finished whole or not at all."""
         with self._transaction() as db:
             _add(db, run, *rest)
-            numbers = {name: number for name, number in numbers.items() if name in self._columns()}
+            numbers = {name: number for name, number in numbers.items() if name in self._columns("runs")}
             columns = ", ".join(f"{name} = ?" for name in numbers)
             db.execute(
                 f"UPDATE runs SET status = ?, message = ?, {columns} WHERE id = ?", (status, message, *numbers.values(), run)
@@ -264,7 +293,12 @@ class Store:
 
 
 def _add(
-    db: sqlite3.Connection, run: int, profiles: Sequence[Profile], epochs: Sequence[EpochRecord], changes: Sequence[Change]
+    db: sqlite3.Connection,
+    run: int,
+    profiles: Sequence[Profile],
+    epochs: Sequence[EpochRecord],
+    changes: Sequence[Change],
+    numbers: Sequence[Number] = (),
 ) -> None:
     blobs = [(run, p.step, p.epoch, p.consensus_distance, p.bytes, _packed(p)) for p in profiles]
     db.executemany("INSERT OR REPLACE INTO profiles VALUES (?, ?, ?, ?, ?, ?)", blobs)
@@ -273,6 +307,9 @@ def _add(
     db.executemany(f"INSERT OR REPLACE INTO epochs (run, {columns}) VALUES ({marks})", [(run, *astuple(e)) for e in epochs])
     events = [(run, c.step, c.epoch, "graph", c.graph, c.reason) for c in changes]
     db.executemany("INSERT OR REPLACE INTO events VALUES (?, ?, ?, ?, ?, ?)", events)
+    if numbers:
+        db.execute(_NUMBERS)
+        db.executemany("INSERT OR REPLACE INTO numbers VALUES (?, ?, ?, ?)", [(run, *astuple(n)) for n in numbers])
 
 
 def _packed(profile: Profile) -> bytes:
