@@ -4,13 +4,21 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench bench-workers reliability study-figures clean
+.PHONY: demo test test-release docs lint bench bench-workers reliability study-figures clean
 
 demo: $(READY)  ## DBench's quickstart on embedded data; ends with the path of a report to open in a browser
 	$(BIN)/gossamer bench quickstart --out runs/quickstart
 
 test: $(READY)  ## everything that is checked automatically
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-release: $(READY)  ## wheel and sdist: built, checked, and used in a fresh environment
+	timeout 300 .ci/release
+
+docs: $(READY)  ## the docs as a site, with warnings as errors: site/index.html; and the commands and code of its tutorials run
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python -m mkdocs build --strict --quiet
+	timeout 600 $(BIN)/python -m pytest tests/site
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .

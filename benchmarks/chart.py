@@ -1,28 +1,49 @@
-"""Plain SVG for the pages in ``docs/``: horizontal bars and lines, on white, without a plotting library.
+"""Figures for the pages in ``docs/``: horizontal bars, lines and dots, as SVG on white, drawn by matplotlib.
 
     python -m benchmarks.chart docs/step-time.json > docs/step-time.svg
 
-The reports of DBench use plotly; these figures are for a README, where only a picture is shown.
+The reports of DBench use plotly; these figures are for a README, where only a picture is shown. The same results give the same file.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 # Told apart by colour-blind people (Okabe and Ito); grey is for what is only there to compare with.
 COLOURS = {"ours": "#0072b2", "ddp": "#d55e00", "other": "#cc79a7", "none": "#9a9a9a"}
 LINES = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#8c6d00", "#56b4e9")
 
 _INK, _FAINT, _GRID = "#222222", "#666666", "#dddddd"
-_FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
-_DIGIT = 0.56  # the width of a character, as a part of the font size: there is nothing here to measure text with
+_STYLE: Any = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "gossamer",
+    "font.size": 9,
+    "text.color": _INK,
+    "axes.edgecolor": _FAINT,
+    "axes.labelcolor": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.unicode_minus": False,
+    "grid.color": _GRID,
+    "xtick.color": _FAINT,
+    "ytick.color": _FAINT,
+}
+_DASHED: dict[str, Any] = {"color": _INK, "linestyle": (0, (5, 4)), "linewidth": 0.8}
+_PLAIN = StrMethodFormatter("{x:g}")
 
 
 @dataclass(frozen=True)
@@ -71,6 +92,7 @@ class Scatter:
     best: str = "highest"
 
 
+@mpl.rc_context(_STYLE)
 def bars(
     panels: Sequence[Panel],
     title: str = "",
@@ -83,44 +105,37 @@ def bars(
 
     ``legend``: kind -> its name. ``mark``: a value at which every panel has a line.
     """
-    size, row, gap, side, between = 12, 20, 26, 20, 36
     columns = max(1, min(columns, len(panels)))
-    width = max(480, _width(title, 16) if columns == 1 else 0, _width(note, size) if columns == 1 else 0)
-    label = max((_width(bar.label, size) for panel in panels for bar in panel.bars), default=0) + 10
-    text = max((_width(_text(bar), size) for panel in panels for bar in panel.bars), default=0) + 12
-    room = max(width - label - text, 80)
-    top = 16 + (26 if title else 0) + (18 if note else 0) + (30 if legend else 0)
+    row, width, label, top = 15, 400, 150, 48 + (26 if legend else 0)
     ends = [float(top)] * columns
-    parts = _heading(title, note, side)
-    if legend:
-        parts += _legend([(name, COLOURS[kind]) for kind, name in legend.items()], side, top - 26, size)[0]
+    places = []
     for panel in panels:
         column = ends.index(min(ends))
-        x, y = side + column * (width + between), ends[column]
-        scale = room / max([bar.value for bar in panel.bars] + [mark or 0] + [1e-12])
-        parts.append(_say(panel.title, x, y + 14, 13, weight="600"))
-        drawn = [_bar(bar, x + label, y + 24 + k * row, scale, size, row) for k, bar in enumerate(panel.bars)]
-        bottom = y + 24 + row * len(panel.bars)
-        parts += [bar for bar, _ in drawn]
+        places.append((column, ends[column] + 18))
+        ends[column] += 18 + row * len(panel.bars) + 14
+    figure = _figure(width * columns + 20, max(ends), title, note)
+    for panel, (column, y) in zip(panels, places, strict=True):
+        height = row * len(panel.bars)
+        axes = _axes(figure, 16 + column * width + label, y, width - label - 90, height)
+        names = range(len(panel.bars))
+        axes.barh(names, [bar.value for bar in panel.bars], 0.75, color=[COLOURS[bar.kind] for bar in panel.bars])
+        axes.set(ylim=(len(panel.bars) - 0.5, -0.5), xlim=(0, max([bar.value for bar in panel.bars] + [mark or 0])))
+        axes.axis("off")
+        axes.set_title(panel.title, loc="left", size=10, weight="bold", x=-label / (width - label - 90), pad=5)
+        for k, bar in enumerate(panel.bars):
+            weight = "bold" if bar.kind == "ddp" else "normal"
+            axes.annotate(bar.label, (0, k), (-6, 0), textcoords="offset points", ha="right", va="center", weight=weight)
+            text = bar.text or f"{bar.value:.3g}"
+            beside: dict[str, Any] = {"textcoords": "offset points", "va": "center", "weight": weight, "zorder": 4}
+            axes.annotate(text, (bar.value, k), (5, 0), **beside, bbox={"fc": "white", "ec": "none", "pad": 1})
         if mark is not None:
-            parts.append(_rule(x + label + mark * scale, y + 24, x + label + mark * scale, bottom, _INK, dash=True))
-        parts += [text for _, text in drawn]  # over the mark
-        ends[column] = bottom + gap
-    return _svg(2 * side + columns * width + (columns - 1) * between, max(ends), parts)
+            axes.axvline(mark, zorder=3, **_DASHED)
+    if legend:
+        _legend(figure, 12, 46, [(name, COLOURS[kind]) for kind, name in legend.items()], len(legend))
+    return _svg(figure)
 
 
-def _bar(bar: Bar, x: float, y: float, scale: float, size: int, row: int) -> tuple[str, str]:
-    """The bar, and what stands on both sides of it."""
-    weight = "600" if bar.kind == "ddp" else "400"
-    length = max(bar.value * scale, 1)
-    label = _say(bar.label, x - 8, y + row / 2 + 4, size, anchor="end", weight=weight)
-    text = _say(_text(bar), x + length + 6, y + row / 2 + 4, size, weight=weight)
-    return (
-        f'<rect x="{x:.1f}" y="{y + 2:.1f}" width="{length:.1f}" height="{row - 5}" rx="2" fill="{COLOURS[bar.kind]}"/>',
-        f'{label}\n<g paint-order="stroke" stroke="#ffffff" stroke-width="5">{text}</g>',
-    )
-
-
+@mpl.rc_context(_STYLE)
 def lines(
     series: Sequence[Line],
     title: str = "",
@@ -137,156 +152,100 @@ def lines(
 
     ``span``: lines are cut off below and above, so that one which goes astray does not press the others flat; say so in the note.
     """
-    width, height, left, right, size = 860, 460, 64, 24, 12
     names = list(dict.fromkeys(line.name for line in series))
     colours = {name: LINES[k % len(LINES)] for k, name in enumerate(names)}
-    below = 28 + (26 if title else 0) + (18 if note else 0)  # the heading
-    legend, rows = _legend([(name, colours[name]) for name in names], left, below, size, width)
-    top = below + 18 * rows
-    bottom = height - 52
-    xs = [x for line in series for x in line.x]
-    ys = [y for line in series for y in line.y] + ([level[0]] if level else [])
-    scale = math.log if log else float
-    right_end = max(xs, default=1.0) or 1.0
-    left_end = min(xs, default=0.1) if log_x else 0.0
-    lowest, highest = (min(ys, default=1.0), max(ys, default=2.0)) if log else (min([0.0, *ys]), max(ys, default=1.0))
-    if span:
-        lowest, highest = span
-    low, high = scale(lowest), scale(highest)
-    if not span:
-        low, high = (
-            (low - 0.04 * (high - low) if log or low < 0 else low),
-            high + (0.2 if marks else 0.04) * (high - low) + 1e-9,
-        )
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        part = math.log(x / left_end) / math.log(right_end / left_end) if log_x else x / right_end
-        return left + part * (width - left - right), bottom - (scale(y) - low) / (high - low) * (bottom - top)
-
-    parts = _heading(title, note, 20) + legend
-    for tick in log_ticks(lowest, highest) if log else ticks(lowest, highest):
-        _, y = place(right_end, tick)
-        if not top <= y <= bottom:
-            continue
-        parts.append(_rule(left, y, width - right, y, _GRID))
-        parts.append(_say(f"{tick:g}", left - 8, y + 4, size, anchor="end", colour=_FAINT))
-    x_ticks = ticks(0, right_end)
-    if log_x:  # a few values, as 12, 24, 48, 96, are their own ticks
-        x_ticks = sorted(set(xs)) if len(set(xs)) <= 6 else log_ticks(left_end, right_end)
-    for tick in (tick for tick in x_ticks if left_end <= tick <= right_end):
-        x, _ = place(tick, highest)
-        parts.append(_rule(x, bottom, x, bottom + 5, _FAINT))
-        parts.append(_say(f"{tick:g}", x, bottom + 19, size, anchor="middle", colour=_FAINT))
-    parts.append(_rule(left, bottom, width - right, bottom, _FAINT))
-    parts.append(_say(x_label, (left + width - right) / 2, height - 12, size, anchor="middle"))
-    middle = (top + bottom) / 2
-    parts.append(
-        f'<g transform="rotate(-90 16 {middle:.1f})">{_say(y_label, 16, middle, size, anchor="middle")}</g>' if y_label else ""
-    )
-    if span:
-        parts.append(f'<clipPath id="inside"><rect x="0" y="{top}" width="{width}" height="{bottom - top}"/></clipPath>')
-        parts.append('<g clip-path="url(#inside)">')
+    per_row = max(1, int(130 / (max(map(len, names), default=1) + 6)))
+    top = 58 + 15 * -(-len(names) // per_row)
+    figure = _figure(720, 400, title, note)
+    axes = _axes(figure, 56, top, 720 - 72, 400 - top - 42)
     for line in series:
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in zip(line.x, line.y, strict=True)))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colours[line.name]}" stroke-width="1.8"/>')
+        axes.plot(line.x, line.y, color=colours[line.name], linewidth=1.5)
+    _logarithmic(axes, log, log_x, sorted({x for line in series for x in line.x}))
+    axes.set(xlabel=x_label, ylabel=y_label)
+    axes.grid(axis="y", linewidth=0.8)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.margins(x=0, y=0.04)
+    if not log_x:
+        axes.set_xlim(left=0)
+    if not log:
+        lowest, highest = min([0.0, *(y for line in series for y in line.y)]), axes.get_ylim()[1]
+        axes.set_ylim(lowest, highest * (1.15 if marks else 1))
     if span:
-        parts.append("</g>")
+        axes.set_ylim(span)
     for k, (at, text) in enumerate(marks):
-        x, _ = place(at, highest)
-        parts.append(_rule(x, top, x, bottom, _INK, dash=True))
-        late = x > 0.75 * width
-        parts.append(_say(text, x - 5 if late else x + 5, top + 14 + 16 * (k % 3), size, anchor="end" if late else "start"))
+        axes.axvline(at, **_DASHED)
+        late = at > 0.75 * axes.get_xlim()[1]
+        place: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points", "va": "top"}
+        axes.annotate(text, (at, 1), (-4 if late else 4, -2 - 13 * (k % 3)), ha="right" if late else "left", **place)
     if level:
-        _, y = place(right_end, level[0])
-        parts.append(_rule(left, y, width - right, y, _INK, dash=True))
-        parts.append(_say(level[1], width - right, y - 6, size, anchor="end"))
-    return _svg(width, height, parts)
+        axes.axhline(level[0], **_DASHED)
+        axes.annotate(
+            level[1], (1, level[0]), (0, 4), xycoords=axes.get_yaxis_transform(), textcoords="offset points", ha="right"
+        )
+    _legend(figure, 52, 46, colours.items(), per_row)
+    return _svg(figure)
 
 
+@mpl.rc_context(_STYLE)
 def scatters(panels: Sequence[Scatter], title: str = "", note: str = "", x_label: str = "", columns: int = 2) -> str:
     """Panels of dots with intervals over a logarithmic x in percent, which all panels share."""
-    width, height, gap, side = 470, 300, 30, 20
     columns = max(1, min(columns, len(panels)))
-    top = 16 + (26 if title else 0) + (18 if note else 0)
+    width, height = 400, 260
+    figure = _figure(width * columns, 44 + height * -(-len(panels) // columns), title, note)
     xs = [dot.x for panel in panels for dot in panel.dots if dot.x > 0]
-    ends = (min(xs, default=1) / 1.5, max(xs, default=100) * 1.5)
-    parts = _heading(title, note, side)
     for k, panel in enumerate(panels):
-        x, y = side + k % columns * (width + gap), top + k // columns * (height + gap)
-        parts += _scatter(panel, ends, x_label, x, y, width, height)
-    rows = -(-len(panels) // columns)
-    return _svg(2 * side + columns * width + (columns - 1) * gap, top + rows * (height + gap), parts)
+        axes = _axes(figure, k % columns * width + 52, 70 + k // columns * height, width - 66, height - 66)
+        axes.set_title(panel.title, loc="left", size=10, weight="bold")
+        axes.set(xlabel=x_label, ylabel=panel.y_label)
+        _logarithmic(axes, False, True, ())
+        axes.set_xlim(min(xs, default=1) / 1.5, max(xs, default=100) * 1.5)
+        axes.grid(axis="y", linewidth=0.8)
+        axes.tick_params(axis="y", length=0)
+        _dots(axes, panel)
+    return _svg(figure)
 
 
-def _scatter(
-    panel: Scatter, ends: tuple[float, float], x_label: str, x0: float, y0: float, width: float, height: float
-) -> list[str]:
-    size, left, right, top, bottom = 11, x0 + 52, x0 + width - 8, y0 + 30, y0 + height - 38
+def _dots(axes: Axes, panel: Scatter) -> None:
     values = [dot.y for dot in panel.dots if math.isfinite(dot.y)]
-    high_is_best = panel.best == "highest"
-    best = (max if high_is_best else min)(values)
+    best = (max if panel.best == "highest" else min)(values)
     kept = [dot for dot in panel.dots if abs(dot.y - best) <= panel.reach]
-    spans = [end for dot in kept for end in (dot.low, dot.high, dot.y) if math.isfinite(end)]
-    margin = 0.1 * (max(spans) - min(spans) or 1)
-    low, high = min(spans) - margin, max(spans) + margin
+    ends = [end for dot in kept for end in (dot.low, dot.high, dot.y) if math.isfinite(end)]
+    margin = 0.1 * (max(ends) - min(ends) or 1)
+    low, high = min(ends) - margin, max(ends) + margin
     if len(kept) < len(panel.dots):
-        low, high = (low - margin, high) if high_is_best else (low, high + margin)
-
-    def across(value: float) -> float:
-        return left + math.log(value / ends[0]) / math.log(ends[1] / ends[0]) * (right - left)
-
-    def up(value: float) -> float:
-        return bottom - (min(max(value, low), high) - low) / (high - low) * (bottom - top)
-
-    parts = [_say(panel.title, x0, y0 + 14, 13, weight="600")]
-    for tick in ticks(low, high, 5):
-        if low <= tick <= high:
-            parts.append(_rule(left, up(tick), right, up(tick), _GRID))
-            parts.append(_say(f"{tick:g}", left - 6, up(tick) + 4, size, anchor="end", colour=_FAINT))
-    for tick in (tick for tick in log_ticks(*ends) if ends[0] <= tick <= ends[1]):
-        parts.append(_rule(across(tick), bottom, across(tick), bottom + 4, _FAINT))
-        parts.append(_say(f"{tick:g}", across(tick), bottom + 16, size, anchor="middle", colour=_FAINT))
-    parts.append(_rule(left, bottom, right, bottom, _FAINT))
-    parts.append(_say(x_label, (left + right) / 2, bottom + 32, size, anchor="middle"))
-    middle = (top + bottom) / 2
-    turned = _say(panel.y_label, x0 + 10, middle, size, anchor="middle")
-    parts.append(f'<g transform="rotate(-90 {x0 + 10:.1f} {middle:.1f})">{turned}</g>')
-    texts: list[tuple[float, float]] = []
-    for dot in sorted(panel.dots, key=lambda dot: up(dot.y) if math.isfinite(dot.y) else bottom):
+        low, high = (low - margin, high) if panel.best == "highest" else (low, high + margin)
+    axes.set_ylim(low, high)
+    written: list[tuple[float, float]] = []  # where text stands, in points
+    for dot in sorted(panel.dots, key=lambda dot: -dot.y if math.isfinite(dot.y) else -low):
         colour, inside = COLOURS[dot.kind], low <= dot.y <= high
-        x, y = across(dot.x), up(dot.y) if math.isfinite(dot.y) else bottom
+        y = min(max(dot.y, low), high) if math.isfinite(dot.y) else low
         if inside and math.isfinite(dot.low):
-            parts.append(f'<g stroke-width="1.6">{_rule(x, up(dot.low), x, up(dot.high), colour)}</g>')
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour if inside else "#ffffff"}" stroke="{colour}"/>')
+            axes.plot([dot.x, dot.x], [dot.low, dot.high], color=colour, linewidth=1.4)
+        axes.plot(dot.x, y, "o", markersize=6, mfc=colour if inside else "white", mec=colour, clip_on=False)
         text = dot.label if inside else f"{dot.label}: {dot.y:.4g}"
-        late = x + 10 + _width(text, size) > right
-        at = y + 4
-        while any(abs(at - other) < 12 and abs(x - there) < 110 for there, other in texts):
-            at += 2
-        texts.append((x, at))
-        weight = "600" if dot.kind == "ours" else "400"
-        parts.append(_say(text, x - 8 if late else x + 8, at, size, anchor="end" if late else "start", weight=weight))
-    return parts
+        x_at, y_at = axes.transData.transform((dot.x, y))
+        late = x_at + 8 + 5.2 * len(text) > axes.transAxes.transform((1, 0))[0]
+        moved = 0.0
+        while any(abs(y_at + moved - other) < 10 and abs(x_at - there) < 95 for there, other in written):
+            moved -= 2
+        written.append((x_at, y_at + moved))
+        place: dict[str, Any] = {"textcoords": "offset points", "va": "center", "ha": "right" if late else "left"}
+        weight = "bold" if dot.kind == "ours" else "normal"
+        axes.annotate(text, (dot.x, y), (-7 if late else 7, moved), size=8, weight=weight, **place)
 
 
 def step_time(results: Mapping[str, Mapping[str, Any]]) -> str:
     """The figure of ``step_time.py``: per setting, how long a step is against one without communication."""
     panels = []
     for result in results.values():
-        setting, methods = result["setting"], result["methods"]
+        methods = result["methods"]
         base = methods["none"]["ms"]
         # In one order everywhere: what is compared with first, then ours, the fastest first.
         order = sorted(methods, key=lambda name: (_ORDER.get(_kind(name), 3), methods[name]["ms"]))
-        made = [
-            Bar(
-                name,
-                methods[name]["ms"] / base,
-                _kind(name),
-                f"{methods[name]['ms'] / base:.2f} ({methods[name]['ms']:.0f} ms)",
-            )
-            for name in order
-        ]
-        panels.append(Panel(_describe(setting), made))
+        values = {name: methods[name]["ms"] / base for name in order}
+        made = [Bar(name, values[name], _kind(name), f"{values[name]:.2f} ({methods[name]['ms']:.0f} ms)") for name in order]
+        panels.append(Panel(_describe(result["setting"]), made))
     return bars(
         panels,
         "One training step, against the same step without communication (= 1)",
@@ -314,78 +273,46 @@ def _describe(setting: Mapping[str, Any]) -> str:
     return f"{where}, batch {setting['batch']}{slow}{noise}"
 
 
-# --- Ticks -----------------------------------------------------------------------------------------------------------------
+# --- What all figures share. Lengths are in points, from the top left ----------------------------------------------------------------
 
 
-def ticks(low: float, high: float, about: int = 6) -> list[float]:
-    """Round numbers from at most ``low`` to at least ``high``."""
-    if not high > low:
-        high = low + 1
-    rough = (high - low) / about
-    unit = 10 ** math.floor(math.log10(rough))
-    step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= rough * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [float(f"{k * step:.12g}") for k in range(first, last + 1)]
+def _figure(width: float, height: float, title: str, note: str) -> Figure:
+    figure = Figure(figsize=(width / 72, height / 72), dpi=72)
+    figure.text(16 / width, 1 - 20 / height, title, size=13, weight="bold")
+    figure.text(16 / width, 1 - 36 / height, note, color=_FAINT)
+    return figure
 
 
-def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2, 5, 10, … from at most ``low`` to at least ``high``, both above 0."""
-    all_ticks = [float(f"{m}e{e}") for e in range(-12, 13) for m in (1, 2, 5)]
-    first = max(k for k, tick in enumerate(all_ticks) if tick <= low * 1.001)
-    last = min(k for k, tick in enumerate(all_ticks) if tick >= high * 0.999)
-    return all_ticks[first : max(last, first + 1) + 1]
+def _axes(figure: Figure, x: float, y: float, width: float, height: float) -> Axes:
+    across, down = 72 * figure.get_figwidth(), 72 * figure.get_figheight()
+    return figure.add_axes((x / across, 1 - (y + height) / down, width / across, height / down))
 
 
-# --- Pieces of SVG ---------------------------------------------------------------------------------------------------------
+def _logarithmic(axes: Axes, log: bool, log_x: bool, xs: Sequence[float]) -> None:
+    """Ticks at 1, 2, 5, 10 …; a few values, as 12, 24, 48, 96, are their own."""
+    for wanted, axis, scale in ((log, axes.yaxis, axes.set_yscale), (log_x, axes.xaxis, axes.set_xscale)):
+        if wanted:
+            scale("log")
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter(_PLAIN)
+            axis.set_minor_locator(NullLocator())
+    if log_x and 0 < len(xs) <= 6:
+        axes.set_xticks(list(xs))
 
 
-def _text(bar: Bar) -> str:
-    return bar.text or f"{bar.value:.3g}"
-
-
-def _width(text: str, size: int) -> float:
-    return len(text) * size * _DIGIT
-
-
-def _say(text: str, x: float, y: float, size: int, anchor: str = "start", colour: str = _INK, weight: str = "400") -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}" '
-        f'font-weight="{weight}">{escape(text)}</text>'
+def _legend(figure: Figure, x: float, y: float, entries: Iterable[tuple[str, str]], columns: int) -> None:
+    handles = [Line2D([], [], marker="s", linestyle="", markersize=8, color=colour, label=name) for name, colour in entries]
+    across, down = 72 * figure.get_figwidth(), 72 * figure.get_figheight()
+    place = (x / across, 1 - y / down)
+    figure.legend(
+        handles=handles, loc="upper left", bbox_to_anchor=place, ncols=columns, frameon=False, borderpad=0, handletextpad=0.2
     )
 
 
-def _rule(x1: float, y1: float, x2: float, y2: float, colour: str, dash: bool = False) -> str:
-    dashes = ' stroke-dasharray="5 4"' if dash else ""
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"{dashes}/>'
-
-
-def _heading(title: str, note: str, x: float) -> list[str]:
-    parts = [_say(title, x, 28, 16, weight="600")] if title else []
-    return parts + ([_say(note, x, 48 if title else 24, 12, colour=_FAINT)] if note else [])
-
-
-def _legend(
-    entries: Sequence[tuple[str, str]], left: float, y: float, size: int, width: float = math.inf
-) -> tuple[list[str], int]:
-    """And how many rows it has, 18 apart: what would be beyond ``width`` begins a new one."""
-    parts: list[str] = []
-    x, rows = left, 1
-    for name, colour in entries:
-        if x > left and x + 18 + _width(name, size) > width:
-            x, y, rows = left, y + 18, rows + 1
-        parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="12" height="12" rx="2" fill="{colour}"/>')
-        parts.append(_say(name, x + 18, y + 10, size))
-        x += 18 + _width(name, size) + 20
-    return parts, rows
-
-
-def _svg(width: float, height: float, parts: Sequence[str]) -> str:
-    body = "\n".join(part for part in parts if part)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="{escape(_FONT)}">\n'
-        f'<rect width="100%" height="100%" fill="#ffffff"/>\n{body}\n</svg>\n'
-    )
+def _svg(figure: Figure) -> str:
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
 
 if __name__ == "__main__":

@@ -212,7 +212,7 @@ def cifar_variants():
     return {
         "truncated": (whole[:-1000], "is not a whole pickle: after offset .* of"),
         "without an end": (whole[:-1], "is not a whole pickle"),
-        "not a pickle": (b"<!doctype html>", "is refused at offset 0|not a whole pickle"),
+        "not a pickle": (b"<!doctype html>", "not a whole pickle"),
         "empty": (b"", "is not a whole pickle"),
         "a list": (datasets.Python2Pickler.dumps([1]), "holds a list; a dict was expected"),
         "no data": (datasets.Python2Pickler.dumps({b"labels": labels.tolist()}), "'data' is no array of bytes; shape"),
@@ -220,7 +220,7 @@ def cifar_variants():
         "fewer labels": (datasets.Python2Pickler.dumps(good | {b"labels": [1]}), "'labels' has 1 entries; 8 labels"),
         "a wrong label": (
             datasets.Python2Pickler.dumps(good | {b"labels": [1] * 7 + [10]}),
-            r"label 10 of sample 7 at offset [1-9]\d* is not one",
+            "label 10 of sample 7 is not one; labels are 0 to 9",
         ),
         "a short array": (whole.replace(b"M\x00\x0c", b"M\x01\x0c"), r"shape \(8, 3073\) has 24576 bytes; 24584 were expected"),
         "other numbers": (whole.replace(b"U\x02u1", b"U\x02i1"), "arrays of unsigned bytes"),
@@ -260,15 +260,24 @@ def test_a_malicious_pickle_is_refused_and_does_nothing(tmp_path, protocol):
         (b"cos\nsystem\n(U\x02lstR.", "asks for 'os.system'"),
         (b"\x80\x02cnumpy\ndtype\n(U\x02u1tRcbuiltins\neval\n.", "asks for 'builtins.eval'"),
         (b"\x80\x02cnumpy\nndarray\n(K\x01tR.", "calls something other"),
-        (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "instruction SHORT_BINUNICODE"),
-        (b"(i__main__\nEvil\n.", "instruction INST"),
-        (b"\x80\x02}]K\x01s.", "a key of a dict is a list"),
-        (b"\x80\x02K\x01K\x02a.", "appends to a int"),
-        (b"\x80\x02e.", "no mark"),
-        (b"\x80\x02h\x07.", "entry 7 of the memo was never stored"),
-        (b"\x80\x02R.", "empty stack"),
-        (b"\x80\x02}K\x01.", "2 values are left"),
-        (b"\x80\x02}Ptext\n.", "instruction PERSID"),
+        (b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n(K\x01tR.", "calls something other"),
+        (b"\x80\x02cnumpy\nload\n(K\x01tR.", "asks for 'numpy.load'"),
+        (b"\x80\x04\x8c\x05numpy\x8c\x0cndarray.dump\x93.", "asks for 'numpy.ndarray.dump'"),
+        (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "asks for 'os.system'"),
+        (b"(i__main__\nEvil\n.", "asks for '__main__.Evil'"),
+        (b"\x80\x02\x82\x01.", "asks for extension 1"),
+        (b"\x80\x02cnumpy\nndarray\n}U\x08__call__K\x01sb.", "not a whole pickle"),  # no attribute is set
+        (b"\x80\x02cnumpy\nndarray\nN}U\x08__call__K\x01s\x86b.", "not a whole pickle"),
+        (b"\x80\x02cnumpy\nndarray\n)\x81.", "not a whole pickle"),  # no class to make an instance of
+        (b"\x80\x02}]K\x01s.", "unhashable"),
+        (b"\x80\x02K\x01K\x02a.", "not a whole pickle"),
+        (b"\x80\x02e.", "not a whole pickle"),
+        (b"\x80\x02h\x07.", "Memo value not found"),
+        (b"\x80\x02}r\xff\xff\xff\x7f0K\x01.", "holds a int"),  # an entry with a large number takes no memory
+        (b"\x80\x05B\xff\xff\xff\x7f.", "not a whole pickle"),
+        (b"\x80\x02R.", "not a whole pickle"),
+        (b"\x80\x02}K\x01.", "holds a int"),
+        (b"\x80\x02}Ptext\n.", "persistent id"),
     ],
 )
 def test_programs_that_plain_data_does_not_need(tmp_path, program, message):

@@ -1,5 +1,7 @@
 """Gossamer: decentralized data-parallel training for PyTorch."""
 
+from importlib.metadata import version as _version
+
 from gossamer import _deprecated as _deprecated
 from gossamer import graphs, hooks
 from gossamer.data.tasks import ACCURACY, Metric, Task
@@ -16,6 +18,8 @@ from gossamer.rows.replicas import Replicas
 from gossamer.rows.vector import Vector
 from gossamer.schedules import Ada, Fixed, Schedule
 from gossamer.trainer import EpochRecord, Evaluation, Settings, Trainer
+
+__version__ = _version("gossamer")
 
 __all__ = [
     "ACCURACY",

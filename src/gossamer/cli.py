@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 from pathlib import Path
 from typing import Annotated
@@ -14,10 +15,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+import gossamer
 from gossamer import graphs
 from gossamer.apps import data_cli, tasks
 from gossamer.dbench import compare as comparing
 from gossamer.dbench import report as reporting
+from gossamer.dbench import start
 from gossamer.dbench.results import as_csv, as_table, results
 from gossamer.dbench.runner import bench
 from gossamer.dbench.spec import load, shipped
@@ -26,22 +29,45 @@ from gossamer.errors import GossamerError
 from gossamer.graphs import picture
 from gossamer.members.store import open_link
 from gossamer.runtime import commands as runtime
+from gossamer.runtime import doctor
 from gossamer.transport.exchange import Exchange
 
 app = typer.Typer(
     help="Decentralized data-parallel training: compare it, look inside it.",
-    epilog="Start with: gossamer bench quickstart",
+    epilog="Start with: gossamer bench quickstart. If something does not work: gossamer doctor",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 _DENSE = 2048  # replicas up to which n × n matrices are cheap
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="An output folder of gossamer bench.")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"gossamer {gossamer.__version__} (torch {torch.__version__}, Python {platform.python_version()})")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None: ...
+
+
 @app.command("bench")
 def bench_command(
-    spec: Annotated[str, typer.Argument(metavar="SPEC|NAME", help=f"A TOML file, or a shipped spec: {', '.join(shipped())}.")],
+    spec: Annotated[
+        str,
+        typer.Argument(
+            metavar="SPEC|NAME", help=f"A TOML file, or a shipped spec: {', '.join(shipped())}.", autocompletion=shipped
+        ),
+    ],
+    changes: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]…", help="Keys of the spec with other values.", show_default=False),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Where results go. (default: runs/NAME)", show_default=False)] = None,
     jobs: Annotated[
         int | None,
@@ -58,10 +84,20 @@ def bench_command(
 
     Finished runs are never repeated: after Ctrl-C, a crash or a power cut, give the same command again and it goes on.
 
+    KEY=VALUE changes a key of the spec for this once, as in TOML: 'seeds=[0]', task.epochs=2, methods='["ring", "ada"]'.
+    Results then go to a folder of their own, whose name says what was changed. The keys: docs/spec.md.
+
     Under torchrun (torchrun --nproc-per-node 2 -m gossamer bench NAME) the replicas of each run are spread over its processes.
+
+    gossamer bench quickstart
+
+    gossamer bench quickstart 'seeds=[0]' task.epochs=2
+
+    gossamer init fashion-mnist/mlp --out mine.toml && gossamer bench mine.toml
     """
-    read = load(spec)
-    folder = out or Path("runs") / (re.sub(r"[^\w.-]+", "-", read.name).strip("-.") or "bench")
+    read = load(spec, changes or ())
+    name = " ".join([read.name, *(changes or ())])
+    folder = out or Path("runs") / (re.sub(r"[^\w.-]+", "-", name).strip("-.")[:100] or "bench")
     if not resume and (folder / FILE).exists():
         raise GossamerError(f"{folder} holds results already, and --no-resume was given; choose another --out")
     exchange, device = _workers(device, jobs)
@@ -215,10 +251,54 @@ def launch_command(
     raise typer.Exit(outcome.exit_code)
 
 
+@app.command("init")
+def init_command(
+    task: Annotated[
+        str, typer.Argument(metavar="[TASK]", help="What to train; gossamer tasks lists them.", autocompletion=tasks.names)
+    ] = "digits/mlp",
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write. (default: TASK.toml, / as -)", show_default=False)
+    ] = None,
+) -> None:
+    """Write a spec to begin with: one for a task, that runs as it is, and says of each key what it means.
+
+    gossamer init
+
+    gossamer init cifar10/resnet8 --out mine.toml
+    """
+    file = out or Path(task.replace("/", "-") + ".toml")
+    text = start.spec_for(task, file.stem)
+    if file.exists():
+        raise GossamerError(f"{file} is there already; choose another --out")
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise GossamerError(f"{file} can't be written: {error.strerror}") from None
+    typer.echo(f"{file} is a spec for {task}. Run it: gossamer bench {file}")
+    missing = start.missing_data(task)
+    if missing:
+        typer.echo(f"Its data are not here yet: {missing}")
+
+
+@app.command("doctor")
+def doctor_command() -> None:
+    """Try what Gossamer needs, and say what works on this machine, what does not, and what to do about it.
+
+    The exit code is 1 if training can't work; what is only good to have (root for the lab, data sets, a browser) does not count.
+
+    gossamer doctor
+    """
+    found = doctor.examine()
+    for finding in found:
+        typer.echo(str(finding))
+    if any(finding.state == "broken" for finding in found):
+        raise typer.Exit(1)
+
+
 app.command("plan")(runtime.plan_command)
 app.command("calibrate")(runtime.calibrate_command)
 app.add_typer(data_cli.app, name="data")
-lab_app = typer.Typer(help="Several hosts with limited links, on this one Linux machine.", no_args_is_help=True)
+lab_app = typer.Typer(help="Linux only: several hosts with limited links, on this one machine.", no_args_is_help=True)
 app.add_typer(lab_app, name="lab")
 
 

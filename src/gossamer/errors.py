@@ -1,4 +1,8 @@
-"""The one exception for a person's mistake: its message says what is wrong, where, and what would be right."""
+"""The one exception for a person's mistake: its message says what is wrong, where, and what would be right. And which torch is too old."""
+
+import re
+
+import torch
 
 
 class GossamerError(ValueError):
@@ -15,3 +19,17 @@ class Diverged(GossamerError):
 
 class TrainingDiverged(GossamerError):
     """A loss, or a parameter, that is not a number. The last checkpoint is kept."""
+
+
+OLDEST_TORCH = (2, 8)  # the first in which a gloo device can be told to connect at once: create_default_device(lazy_init=False)
+
+
+def check_torch(version: str) -> None:
+    """At import: an older torch would fail later, in the middle of a run, and not say why."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found and (int(found[1]), int(found[2])) < OLDEST_TORCH:
+        need = ".".join(map(str, OLDEST_TORCH))
+        raise ImportError(f"gossamer needs torch {need} or later, and this is torch {version}; pip install 'torch>={need}'")
+
+
+check_torch(torch.__version__)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -53,6 +54,38 @@ def parsed(text: str, where: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         raise GossamerError(f"{where} is not valid TOML: {error}") from None
+
+
+def changed(raw: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """A file's content with some keys set, each as ``seeds=[0]`` or ``task.epochs=2``. What is no TOML value is taken as text."""
+    made = copy.deepcopy(raw)
+    for change in changes:
+        key, sign, text = (part.strip() for part in change.partition("="))
+        if not sign or not all(part.strip() for part in key.split(".")):
+            raise GossamerError(f"{change!r} is not KEY=VALUE, such as seeds=[0] or task.epochs=2")
+        *path, last = key.split(".")
+        table = made
+        for depth, part in enumerate(path, start=1):
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                above = ".".join(path[:depth])
+                raise GossamerError(
+                    f"{change!r}: {above} is not a table, so nothing in it has a name; give all of it: {above}=…"
+                )
+        table[last] = _value(change, text)
+    return made
+
+
+def _value(change: str, text: str) -> Any:
+    try:
+        found = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError as error:
+        if not text or text[0] in "[{'\"":
+            raise GossamerError(
+                f"{change!r}: {text or 'nothing'} is not a TOML value; quote it for the shell: '{change}'"
+            ) from error
+        return text
+    return found["value"] if len(found) == 1 else text
 
 
 def explain(fault: Any, whole: type[BaseModel], parts: Mapping[str, type[BaseModel]]) -> str:

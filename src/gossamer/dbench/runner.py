@@ -6,14 +6,11 @@ Finished cells are never repeated. One process at a time may write to an output 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
 import itertools
 import multiprocessing
 import os
 import queue
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -26,10 +23,11 @@ from torch import nn
 
 from gossamer.apps import tasks
 from gossamer.data import machine
+from gossamer.data.locks import lock
 from gossamer.data.sampling import sampler
 from gossamer.data.sources import held_out, source
 from gossamer.data.tasks import Task
-from gossamer.dbench import clock, partition, search
+from gossamer.dbench import clock, partition, search, signals
 from gossamer.dbench.cell import Book, backend_key, book, run_cell, trainer_for
 from gossamer.dbench.display import Display
 from gossamer.dbench.failures import NONE
@@ -101,7 +99,7 @@ def bench(
     with _locked(out), _one_thread():
         store, runs, pending = _open(context, made)
         wanted = jobs or (1 if task is not None or device != "cpu" else machine.cores())
-        with _interruptible() as stop, Display(len(runs), len(runs) - len(pending), quiet) as display:
+        with signals.interruptible() as stop, Display(len(runs), len(runs) - len(pending), quiet) as display:
             _choose_backends(store, spec, made, pending, device, display)
             if min(wanted, len(pending)) <= 1:
                 _inline(context, store, made, pending, display, stop)
@@ -138,7 +136,7 @@ def _together(context: _Context, task: Task, exchange: Exchange, quiet: bool) ->
         rows_of(0, n, p)  # says so if it does not divide
     with contextlib.ExitStack() as stack:
         stack.enter_context(_one_thread())
-        stop = stack.enter_context(_interruptible())
+        stop = stack.enter_context(signals.interruptible())
         store: Store | None = None
         runs: list[Run] = []
         pending: list[Cell] = []
@@ -255,11 +253,9 @@ def _side_by_side(context: _Context, pending: list[Cell], jobs: int, display: Di
     for cell in [*pending, *[None] * jobs]:
         todo.put(cell)
     workers = [spawn.Process(target=_worker, args=(context, os.getpid(), todo, messages, stopping)) for _ in range(jobs)]
-    # Ctrl-C is for this process alone to handle. Workers start with it blocked, and one that comes meanwhile waits for us.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    for worker in workers:
-        worker.start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    with signals.ctrl_c_waits():
+        for worker in workers:
+            worker.start()
     store = Store(context.out / FILE)
     failure: str | None = None
     try:
@@ -292,7 +288,7 @@ def _side_by_side(context: _Context, pending: list[Cell], jobs: int, display: Di
 
 
 def _worker(context: _Context, parent: int, todo: Any, messages: Any, stopping: Any) -> None:
-    _die_with(parent)
+    signals.die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent tells us what to do
     torch.set_num_threads(1)
     cell: Cell | None = None
@@ -328,14 +324,6 @@ def _throttled(send: Callable[..., None]) -> Callable[[int, int, float, float | 
     return report
 
 
-def _die_with(parent: int) -> None:
-    """If the parent is killed, so are we: nobody would write down what we do. (Linux; elsewhere workers end at their next cell.)"""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 @contextlib.contextmanager
 def _locked(out: Path) -> Iterator[None]:
     """The lock goes with the process that holds it, however it ends."""
@@ -349,13 +337,9 @@ def _locked(out: Path) -> Iterator[None]:
     except OSError as error:
         raise GossamerError(f"{out} can't be written: {error.strerror}; choose another --out") from None
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(file):
             file.seek(0)
-            raise GossamerError(
-                f"another gossamer bench (pid {file.read().strip() or 'unknown'}) is writing to {out}"
-            ) from None
+            raise GossamerError(f"another gossamer bench (pid {file.read().strip() or 'unknown'}) is writing to {out}")
         try:
             file.truncate(0)
             file.write(str(os.getpid()))
@@ -373,25 +357,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C lets the current steps finish and saves; the second one ends at once."""
-    hit = False
-
-    def handle(number: int, frame: Any) -> None:
-        nonlocal hit
-        if hit:
-            raise KeyboardInterrupt
-        hit = True
-
-    try:
-        before = signal.signal(signal.SIGINT, handle)
-    except ValueError:  # not in the main thread: no signals here
-        yield lambda: False
-        return
-    try:
-        yield lambda: hit
-    finally:
-        signal.signal(signal.SIGINT, before)

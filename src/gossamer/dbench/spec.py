@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,7 +23,7 @@ from gossamer.optim.learning_rates import Constant, InverseSqrt, LearningRate, S
 from gossamer.rows.backends import Backend
 from gossamer.rows.batch_norm import BatchNorm
 from gossamer.schedules import schedule
-from gossamer.toml_files import Part, Shelf, explain, parsed
+from gossamer.toml_files import Part, Shelf, changed, explain, parsed
 from gossamer.trainer import Settings
 
 CENTRALIZED = "centralized"
@@ -327,14 +327,14 @@ def shipped() -> list[str]:
     return SHELF.names()
 
 
-def load(what: str | Path) -> Spec:
-    """A shipped spec by name, or a TOML file."""
-    return parse(SHELF.text(what), str(what))
+def load(what: str | Path, changes: Sequence[str] = ()) -> Spec:
+    """A shipped spec by name, or a TOML file. ``changes``: keys with other values, such as ``task.epochs=2``."""
+    return parse(SHELF.text(what), str(what), changes)
 
 
-def parse(text: str, where: str = "spec") -> Spec:
+def parse(text: str, where: str = "spec", changes: Sequence[str] = ()) -> Spec:
     """Raises nothing but GossamerError, whatever the text."""
-    raw = parsed(text, where)
+    raw = changed(parsed(text, where), changes)
     spec = build(raw, where)
     try:
         tasks.check(spec.task.name, spec.task.options)

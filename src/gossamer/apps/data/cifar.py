@@ -1,4 +1,4 @@
-"""CIFAR-10 in its two official layouts: the binary one and the Python one (pickles, which are not unpickled)."""
+"""CIFAR-10 in its two official layouts: the binary one and the Python one (pickles, of which no name is looked up)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from gossamer.apps.data import catalog
 from gossamer.apps.data.files import Pair, check_labels, read, read_text
-from gossamer.apps.data.pickles import item_offset, read_array, read_pickle
+from gossamer.apps.data.pickles import read_array, read_pickle
 from gossamer.errors import GossamerError
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -56,10 +56,7 @@ def _python(path: Path, count: int) -> tuple[np.ndarray, np.ndarray]:
         raise GossamerError(f"{path}: 'labels' has {what}; {count} labels were expected")
     wrong = next((k for k, label in enumerate(labels) if type(label) is not int or not 0 <= label < 10), None)
     if wrong is not None:
-        raise GossamerError(
-            f"{path}: label {labels[wrong]!r:.20} of sample {wrong} at offset {item_offset(path, b'labels', wrong)} is not one; "
-            "labels are 0 to 9"
-        )
+        raise GossamerError(f"{path}: label {labels[wrong]!r:.20} of sample {wrong} is not one; labels are 0 to 9")
     return images, np.array(labels, dtype=np.uint8)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gzip
 import hashlib
 import http.client
@@ -21,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from gossamer.apps.data.catalog import Archive, Dataset
+from gossamer.data.locks import lock
 from gossamer.errors import GossamerError
 
 Progress = Callable[[str, int, int | None], None]  # a file's name, its bytes so far, its bytes in all if known
@@ -182,10 +182,8 @@ def _locked(work: Path) -> Iterator[None]:
     """One download of a data set at a time; the lock goes with the process that holds it."""
     work.mkdir(parents=True, exist_ok=True)
     with open(work / _LOCK, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise GossamerError(f"another gossamer data get is downloading to {work}") from None
+        if not lock(file):
+            raise GossamerError(f"another gossamer data get is downloading to {work}")
         yield
 
 

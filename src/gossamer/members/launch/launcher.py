@@ -50,6 +50,10 @@ class Job:
     min_workers: int | None = None
 
     def __post_init__(self) -> None:
+        if sys.platform == "win32":
+            raise GossamerError(
+                "launch: needs Linux or macOS, whose signals and process groups it uses; on Windows use torchrun"
+            )
         if self.workers < 1:
             raise GossamerError(f"-n {self.workers}: at least one worker")
         if not 0 <= self.node < self.nodes:

@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 
@@ -28,6 +29,8 @@ class WorkerProcess:
         launcher = os.getpid()
 
         def die_with_launcher() -> None:
+            if sys.platform != "linux":  # macOS has no such call: there workers outlive a launcher that is killed
+                return
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != launcher:
                 os._exit(1)
