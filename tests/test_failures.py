@@ -65,7 +65,7 @@ def matrix(graph, m, t, epoch, epochs):
 
 
 def simulated(own: Task, made: Settings, graph: str):
-    """A separate module with an optimizer of its own for each worker, in plain PyTorch. Returns those who are there at the end."""
+    """A separate module with an optimizer of its own for each worker, in plain PyTorch. Returns the workers that are there at the end."""
     n, start = made.replicas, Replicas(own.build, made.replicas, init=made.init, seed=made.seed)
     order = sampler(made.partition, own.train, n, made.batch, made.seed)
     per_epoch = order.steps_per_epoch
@@ -183,7 +183,7 @@ def test_the_mean_of_the_living_is_kept(name):
     while trainer.step < trainer.steps:
         if (
             trainer.step in trainer.attendance.turns
-        ):  # as the next step will do it, so that the mean is that of those who are there
+        ):  # as the next step will do it, so that the mean is that of the workers that are there
             trainer._take_part(trainer.attendance.members(trainer.step))
         before = rows(trainer).double().mean(0)
         trainer.run(until=trainer.step + 1)
@@ -289,7 +289,7 @@ def test_attendance_leaves_somebody_who_can_go_on_or_says_so(outages, per_epoch)
     outages = [o for o in outages if o.back is None or round(o.back * per_epoch) > round(o.at * per_epoch)]
     steps = range(-1, 8 * per_epoch)
     if not all({*living(outages, 5, t, per_epoch)} & {*living(outages, 5, t + 1, per_epoch)} for t in steps):
-        with pytest.raises(GossamerError, match="nobody of n=5 is left"):
+        with pytest.raises(GossamerError, match="no worker of n=5 is left"):
             Attendance(5, outages, per_epoch)
         return
     there = Attendance(5, outages, per_epoch)
@@ -364,9 +364,9 @@ def event(**what):
         (event(share=2.0, at=2), "failures.a.events.0.share: .*less than 1"),
         (event(workers=[1], at=-1), "failures.a.events.0.at: .*greater than or equal to 0"),
         ({"a": {"event": []}}, "failures.a.event is not a known key; did you mean 'events'"),
-        ({"a": {}}, "failures.a: nobody fails in it; give events or per_epoch, or name it none"),
-        ({"none": {"per_epoch": 0.1}}, "failures.none is the name of the runs in which nobody fails"),
-        ({"a": {"away": 1.0}}, "failures.a: away is for those who fail by chance; give per_epoch"),
+        ({"a": {}}, "failures.a: no worker fails in it; give events or per_epoch, or name it none"),
+        ({"none": {"per_epoch": 0.1}}, "failures.none is the name of the runs in which no worker fails"),
+        ({"a": {"away": 1.0}}, "failures.a: away is for workers that fail by chance; give per_epoch"),
         ({"a": {"per_epoch": 0.0}}, "failures.a.per_epoch: .*greater than 0"),
         # Those who come back at the moment when the others fail have nobody to take over from.
         ({"a": {"events": [{"workers": [0, 1, 2], "at": 1, "back": 2}, {"workers": [3, 4, 5], "at": 2}]}}, "events.1: of n=6 nobody is left at epoch 2"),
@@ -486,7 +486,7 @@ def test_the_report_shows_the_failures(output):
     assert section.count("<tr><th>torus</th>") == 4
     assert "n=8: 2 of 8 workers away from epoch 1 until epoch 2.6; 2 of 8 workers away from epoch 3 for good" in section
     assert "each worker fails with probability 0.3 per epoch, for 0.5 epochs" in section
-    assert "of the runs in which nobody fails" in page
+    assert "of the runs in which no worker fails" in page
     figure = json.loads(page.split("const figures = ")[1].split(";\n")[0])[0]
     assert figure["id"] == "failures"
     assert figure["selectors"] == {
@@ -500,7 +500,7 @@ def test_the_report_shows_the_failures(output):
     assert shade["text"][2] == "from epoch 2.6: all are there"
     runs = analysis.load(Store(output / FILE))
     lines = {trace["name"]: trace["y"] for trace in figure["variants"][0]["data"]}
-    for name, failures in (("ring", "some"), ("ring, nobody fails", "none")):
+    for name, failures in (("ring", "some"), ("ring, no worker fails", "none")):
         cell = analysis.select(failure_costs.among(runs, failures), "ring", 8)
         assert lines[name] == pytest.approx([sum(r.epochs[e].value for r in cell) / 2 for e in range(4)], rel=1e-4)
     others = {
@@ -509,7 +509,7 @@ def test_the_report_shows_the_failures(output):
         for v in f["variants"]
         for trace in v["data"]
     }
-    assert "ring, nobody fails" not in others
+    assert "ring, no worker fails" not in others
 
 
 def test_a_report_without_undisturbed_runs_says_so(tmp_path):

@@ -11,7 +11,7 @@ import torch
 
 from gossamer.rows import mixing
 from gossamer.rows.block import Block
-from gossamer.rows.finite import culprit, finite, share
+from gossamer.rows.finite import copy, culprit, finite, share
 from gossamer.schedules import schedule
 from gossamer.transport.routes import plan
 from tests import workers
@@ -170,6 +170,20 @@ def test_a_sender_looks_at_all_of_a_long_row_in_turns():
         share(row, turn).fill_(1.0)
     assert bool(row.all())
     assert share(short, 3) is short
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_copy_is_marked_where_any_number_is_not_finite(dtype):
+    row, out = torch.randn(2 * (1 << 18) + 5), torch.empty(2 * (1 << 18) + 5, dtype=dtype)
+    copy(row, out)
+    assert torch.equal(out, row.to(dtype))
+    copy(torch.full_like(row, 6e4), out)  # the sum of these is not finite in half precision
+    assert torch.equal(out, torch.full_like(row, 6e4).to(dtype))
+    for place, bad in ((0, math.nan), (1 << 18, math.inf), (len(row) - 1, -math.inf)):
+        spoiled = row.clone()
+        spoiled[place] = bad
+        copy(spoiled, out)
+        assert bool(out.isnan().all())
 
 
 def test_a_row_that_is_left_out_changes_nothing_else():

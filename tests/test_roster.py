@@ -304,7 +304,7 @@ def check_end(world):
             late = q >= len(world.first.members)  # a newcomer may come when all are together, or nobody is left
             assert world.workers[q].back or late or not part.roster.living, f"{q} is not back: {world}"
             continue
-        # A newcomer may come when the others are at the end, and soon leave: then nobody is left to join.
+        # A newcomer may come when the others are at the end, and soon leave: then no worker is left to join.
         over = all(m in part.roster.dead or world.workers[m].part.step >= world.last for m in part.roster.members)
         done = part.step >= world.last or (part.epoch < 0 and over)
         assert done, f"{q} is stuck in step {part.step}: {world}"

@@ -131,7 +131,7 @@ def test_a_host_that_is_gone_and_the_store_with_it(tmp_path):
     assert second.process.returncode == 0, out
     assert sorted(records) == [2, 3], out
     assert not any(record["wrong"] for record in records.values()), ({r: v["wrong"][:9] for r, v in records.items()}, out)
-    assert all(record["mean"] == 2.5 for record in records.values())  # those who are left still agree
+    assert all(record["mean"] == 2.5 for record in records.values())  # the workers that are left still agree
     assert out.count("the store is gone") == 2, out
     assert "terminate called" not in out, out
 

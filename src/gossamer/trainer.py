@@ -229,7 +229,7 @@ class Trainer:
             self.method.members_changed(self.now)
 
     def _batch(self, t: int) -> Batch:
-        """What my rows see. The samples of those who are away are seen by nobody."""
+        """What my rows see. The samples of replicas that are away are not seen at all."""
         if len(self.members) < self.settings.replicas:
             return tuple(tensor[list(self.members)] for tensor in self.batches.batch(t))
         return self.batches.batch(t, self.mixer.rows.start, len(self.mixer.rows))

@@ -57,7 +57,7 @@ class RunData:
             return None if self.step_seconds is None else step * self.step_seconds
         ends = [*(change.step for change in self.changes[1:]), step]
         spans = [(change.graph, min(end, step) - change.step) for change, end in zip(self.changes, ends, strict=True)]
-        # With fewer workers for a time there may be graphs that nobody has foreseen.
+        # With fewer workers for a time there may be graphs that no spec names.
         return sum(max(0, steps) * self.graph_seconds.get(graph, self.step_seconds) for graph, steps in spans)
 
     @property

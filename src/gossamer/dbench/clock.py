@@ -60,7 +60,7 @@ def topology(spec: Spec, method: MethodPart, task: Task, n: int) -> str | Schedu
     order = _order(spec, method)
 
     def seconds(graph: Graph) -> float:
-        """Or bytes, where those who are left do not fill hosts."""
+        """Or bytes, where the workers that are left do not fill hosts."""
         try:
             sized = cluster.sized(graph.n)
         except GossamerError:

@@ -1,4 +1,4 @@
-"""What failures cost: each run in which workers fail against the same one (method, n, seed) in which nobody does."""
+"""What failures cost: each run in which workers fail against the same one (method, n, seed) in which none does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gossamer.trainer import EpochRecord
 
 _NAMED = 8  # workers that a hover text names, at most
 _GREY = "#888888"
-_TIMES = 300  # points of the curve of those who are away, at most
+_TIMES = 300  # points of the curve of the workers that are away, at most
 
 
 def among(runs: Sequence[RunData], failures: str) -> list[RunData]:
@@ -30,7 +30,7 @@ def among(runs: Sequence[RunData], failures: str) -> list[RunData]:
 
 
 def reference(runs: Sequence[RunData]) -> list[RunData]:
-    """What the rest of a report is about: the runs in which nobody fails, or the first that there are."""
+    """What the rest of a report is about: the runs in which no worker fails, or the first that there are."""
     return among(runs, NONE) or among(runs, runs[0].run.failures)
 
 
@@ -40,7 +40,7 @@ def scenarios(runs: Sequence[RunData]) -> list[str]:
 
 @dataclass(frozen=True)
 class FailureCost:
-    """Of one method at one scale, over the seeds. ``before``: at the last epoch's end before anybody failed; ``worst``: at the worst
+    """Of one method at one scale, over the seeds. ``before``: at the last epoch's end before a worker failed; ``worst``: at the worst
     one from then on until all were back. Costs are above 0 where it got worse: on average until all were back, and at the end."""
 
     method: str
@@ -86,7 +86,7 @@ def _cost(cell: list[RunData], calm: list[RunData], higher: bool) -> FailureCost
 
 
 def _span(r: RunData) -> slice | None:
-    """The epochs at whose end somebody was away, or at least the one in which that was."""
+    """The epochs at whose end a worker was away, or at least the one in which that was."""
     if not r.outages:
         return None
     first = math.floor(min(o.at for o in r.outages))
@@ -119,7 +119,7 @@ def sentences(runs: Sequence[RunData], spec: Spec, metric: str, higher_is_better
 
 
 def section(runs: Sequence[RunData], spec: Spec, metric: str, higher_is_better: bool) -> str:
-    """The part of the report, as HTML; nothing if nobody fails."""
+    """The part of the report, as HTML; nothing if no worker fails."""
     if not scenarios(runs):
         return ""
     head = "".join(
@@ -140,13 +140,13 @@ def section(runs: Sequence[RunData], spec: Spec, metric: str, higher_is_better: 
             f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
         )
     against = (
-        "Costs are against the same run in which nobody fails, seed by seed: above 0 is worse."
+        "Costs are against the same run in which no worker fails, seed by seed: above 0 is worse."
         if among(runs, NONE)
         else f"There are no runs without failures to hold these against; an empty table [failures.{NONE}] in the spec makes them."
     )
     about = (
-        f"{metric.capitalize()} of the averaged model of those who are there, mean ± 95 % interval over seeds: at the end of the last "
-        f"epoch before anybody failed, at the worst one from then on until all were back, and at the end of training. {against}"
+        f"{metric.capitalize()} of the averaged model of the workers that are there, mean ± 95 % interval over seeds: at the end of the "
+        f"last epoch before a worker failed, at the worst one from then on until all were back, and at the end of training. {against}"
     )
     return f"<section id='failure-costs'><h2>Through the failures</h2><p>{html.escape(about)}</p>{''.join(parts)}</section>"
 
@@ -161,7 +161,7 @@ def _substitutes(runs: Sequence[RunData], spec: Spec, failures: str) -> str:
             made, note = rebuilt(planned, left)
             if note:
                 found.append(f"{method} with {left} workers was {made.describe()}{note}")
-    return f" Graphs that do not exist for those who were left: {'. '.join(found)}." if found else ""
+    return f" Graphs that do not exist for the workers that were left: {'. '.join(found)}." if found else ""
 
 
 def _one_method(cell: list[RunData]) -> list[RunData]:
@@ -194,7 +194,7 @@ def figure(runs: Sequence[RunData], metric: str, higher_is_better: bool) -> Figu
     for name, n, what in itertools.product(*selectors.values()):
         title, scale, of = show[what]
         traces, most = _curves(runs, name, int(n), of)
-        # The curves are drawn over the axis of those who are away, which is a background with ticks of its own.
+        # The curves are drawn over the axis of the workers that are away, which is a background with ticks of its own.
         over = {"overlaying": "y2", "tickmode": "auto", "automargin": True}
         beside = {"side": "right", "range": [0, most], "dtick": -(-most // 5), "showgrid": False, "automargin": True}
         layout = {
@@ -204,7 +204,7 @@ def figure(runs: Sequence[RunData], metric: str, higher_is_better: bool) -> Figu
         }
         variants.append({"data": traces, "layout": layout})
     caption = (
-        "Averaged model of those who are there, on test data, mean over seeds. Dotted: the same runs in which nobody fails. "
+        "Averaged model of the workers that are there, on test data, mean over seeds. Dotted: the same runs in which no worker fails. "
         "Shaded: how many are away; hover over its corners to see who."
     )
     return Figure("failures", f"{metric.capitalize()} through the failures", caption, selectors, variants)
@@ -218,7 +218,7 @@ def _curves(runs: Sequence[RunData], failures: str, n: int, of: Callable[[EpochR
         solid, dotted = (over_seeds(some, method, n, of) for some in (failing, calm))
         traces.append(line(method, colour, range(1, len(solid) + 1), solid, legendgroup=method))
         style, more = {"width": 1.5, "dash": "dot"}, {"legendgroup": method, "showlegend": False}
-        traces.append(line(f"{method}, nobody fails", colour, range(1, len(dotted) + 1), dotted, style, **more))
+        traces.append(line(f"{method}, no worker fails", colour, range(1, len(dotted) + 1), dotted, style, **more))
     return traces, max([1, *(math.ceil(y) for y in shade["y"])])
 
 

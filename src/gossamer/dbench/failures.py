@@ -15,11 +15,11 @@ from gossamer.errors import GossamerError
 from gossamer.members.outages import Outage
 from gossamer.toml_files import Part
 
-NONE = "none"  # the runs in which nobody fails
+NONE = "none"  # the runs in which no worker fails
 
 
 class EventPart(Part):
-    """``workers`` by their numbers, or a ``share`` of all n (one at least, chosen by the seed among those who are there), are away from
+    """``workers`` by their numbers, or a ``share`` of all n (one at least, chosen by the seed among those that are there), are away from
     epoch ``at`` until epoch ``back``, or for good."""
 
     workers: tuple[int, ...] | None = Field(None, strict=False, min_length=1)
@@ -52,7 +52,7 @@ class FailuresPart(Part):
     @model_validator(mode="after")
     def _whole(self) -> FailuresPart:
         if self.away is not None and self.per_epoch is None:
-            raise GossamerError("away is for those who fail by chance; give per_epoch, too")
+            raise GossamerError("away is for workers that fail by chance; give per_epoch, too")
         return self
 
     @property
@@ -63,7 +63,7 @@ class FailuresPart(Part):
         until = np.full(n, -math.inf)  # when each is back from its last outage
         found: list[Outage] = []
         for at, back, index, who in sorted(self._moments(n, seed, epochs), key=lambda moment: moment[:3]):
-            here = until < at  # one who is back at this very moment can't take over from anybody yet
+            here = until < at  # a worker that is back at this very moment can't take over from another yet
             chosen = self._chosen(who, here, index, seed)
             left = here.copy()
             left[chosen] = False
@@ -104,7 +104,7 @@ class FailuresPart(Part):
         if self.per_epoch is not None:
             away = "for good" if self.away is None else f"for {self.away:g} epochs"
             parts.append(f"each worker fails with probability {self.per_epoch:g} per epoch, {away}")
-        return "; ".join(parts) or "nobody fails"
+        return "; ".join(parts) or "no worker fails"
 
 
 _CHANCE = 1 << 30  # after all events, if they are at the same moment
@@ -115,9 +115,9 @@ def check(failures: Mapping[str, FailuresPart], replicas: Sequence[int], run_see
     for name, part in failures.items():
         if (name == NONE) != part.empty:
             raise GossamerError(
-                f"failures.{name}: nobody fails in it; give events or per_epoch, or name it {NONE}"
+                f"failures.{name}: no worker fails in it; give events or per_epoch, or name it {NONE}"
                 if part.empty
-                else f"failures.{NONE} is the name of the runs in which nobody fails; leave it empty, or give it another name"
+                else f"failures.{NONE} is the name of the runs in which no worker fails; leave it empty, or give it another name"
             )
         for index, event in enumerate(part.events):
             if event.at >= epochs:

@@ -104,7 +104,7 @@ def _which(every: Sequence[RunData], runs: Sequence[RunData]) -> str:
     if not failure_costs.scenarios(every):
         return ""
     name = runs[0].run.failures
-    which = "in which nobody fails" if name == NONE else f"with failures “{name}”"
+    which = "in which no worker fails" if name == NONE else f"with failures “{name}”"
     return f" This table, and all below that does not speak of failures, is of the runs {which}."
 
 

@@ -1,4 +1,4 @@
-"""Room 1: who averages with whom. Plain numpy, no torch.
+"""Room 1: which replicas average with which. Plain numpy, no torch.
 
 A Round is one averaging step, one matrix W. A Graph is a cycle of Rounds. The named families make Graphs of any size; ``from_matrix`` and
 ``from_networkx`` take a person's own.

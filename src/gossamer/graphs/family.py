@@ -43,7 +43,7 @@ def family(make: Callable[..., Sequence[Round]]) -> Callable[..., Graph]:
 
 @family
 def complete(n: int) -> Sequence[Round]:
-    """Everyone with everyone: the exact mean each step."""
+    """Each replica with all others: the exact mean each step."""
     return [Mean(n)]
 
 
@@ -90,7 +90,7 @@ def exponential(n: int) -> Sequence[Round]:
 
 @family
 def star(n: int) -> Sequence[Round]:
-    """Everyone with replica 0, Metropolis weights."""
+    """Each replica with replica 0, Metropolis weights."""
     return [weights.metropolis(nx.star_graph(n - 1))]
 
 
@@ -152,7 +152,7 @@ def random_matching(n: int, seed: int = 0, rounds: int = 64) -> Sequence[Round]:
 
 @family
 def random_regular(n: int, d: int = 4, seed: int = 0) -> Sequence[Round]:
-    """A random graph in which everyone has d neighbours."""
+    """A random graph in which each replica has d neighbours."""
     if not 1 <= d <= n - 1 or (n * d) % 2 or (d == 1 and n > 2):
         raise GossamerError(f"random-regular: no connected graph with n={n} and d={d}; d is from 2 to {n - 1} and n·d is even")
     return [weights.drawn("random-regular", lambda s: nx.random_regular_graph(d, n, seed=s), seed, "try a larger d")]

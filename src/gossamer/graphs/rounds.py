@@ -1,4 +1,4 @@
-"""A Round is one averaging step ``X <- W X``: who receives from whom, with which weight.
+"""A Round is one averaging step ``X <- W X``: which replica receives from which, with which weight.
 
 There are five kinds, because each has its own fast way to be applied (see ``mixing.py``); ``matrix()`` is the truth for
 all of them. Every weight that replica i uses stands in row i of the matrix, and rows sum to 1.
@@ -42,9 +42,9 @@ class Round(ABC):
         return self.n
 
     def verb(self, edge_share: float = 1.0) -> Verb:
-        """How rows travel between workers: neighbour by neighbour, or everyone's column slice to its owner and back.
+        """How rows travel between workers: neighbour by neighbour, or each worker's column slices to their owners and back.
 
-        The cheaper one is taken; at equal cost edges, where nobody waits for a stranger. ``edge_share``: what a row by edges
+        The cheaper one is taken; at equal cost edges, where a worker waits for its neighbours only. ``edge_share``: what a row by edges
         weighs against one by slices (0.5 for float32 rows that travel by edges in bfloat16).
         """
         if self.degree == 0:
@@ -65,7 +65,7 @@ class Round(ABC):
 
 @dataclass(frozen=True)
 class Mean(Round):
-    """Everyone gets the mean of all: the complete graph. With n=1, the identity. ``bits``: 32 (rows travel as they are), or 8: what
+    """Each replica gets the mean of all: the complete graph. With n=1, the identity. ``bits``: 32 (rows travel as they are), or 8: what
     travels is how far each has moved since the last such mean, rounded (see ``movement.py``)."""
 
     bits: int = 32
@@ -131,7 +131,7 @@ class Permutation(Round):
 
 @dataclass(frozen=True)
 class Groups(Round):
-    """Everyone gets the mean of its group; the groups partition the replicas."""
+    """Each replica gets the mean of its group; the groups partition the replicas."""
 
     groups: tuple[tuple[int, ...], ...]
 
@@ -156,7 +156,7 @@ class Groups(Round):
 
 @dataclass(frozen=True, eq=False)
 class Hosts(Round):
-    """Replicas live ``per_node`` to a host. Everyone gets its host's mean, mixed with those of other hosts by ``inner``, a Round
+    """Replicas live ``per_node`` to a host. Each replica gets its host's mean, mixed with those of other hosts by ``inner``, a Round
     over the hosts in which each hears one other: W = inner ⊗ J/per_node."""
 
     per_node: int

@@ -1,4 +1,4 @@
-"""Weights for neighbours: from who hears whom to a Round whose rows sum to 1; and whether everybody hears of everybody."""
+"""Weights for neighbours: from which replica hears which to a Round whose rows sum to 1; and whether all are connected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gossamer.graphs.rounds import Permutation, Round, general
 
 
 def uniform(hears: Sequence[set[int]]) -> Round:
-    """Everyone weighs itself and each that it hears alike."""
+    """Each replica weighs itself and each that it hears alike."""
     n = len(hears)
     w = scipy.sparse.lil_array((n, n))
     for i, peers in enumerate(hears):

@@ -1,4 +1,4 @@
-"""Workers that are away for a while in one process's simulation: who takes part in which step, and who gives state to whom.
+"""Workers that are away for a while in one process's simulation: which takes part in which step, and which gives its state to which.
 
 The rules are those between real workers (``roster.py``). Who is away takes no part at all; the graph is that of the living, in the order
 of their numbers; who comes back takes over the state of a living one. What real workers need a few steps to agree on happens at once here.
@@ -36,11 +36,11 @@ class Attendance:
         if any(not 0 <= o.worker < n for o in outages):
             raise GossamerError(f"there is no worker {max(o.worker for o in outages)} to fail; n={n}, so they are 0 to {n - 1}")
         edges = {*self._start, *self._end} - {np.inf}
-        self.turns = frozenset(int(step) for step in edges)  # before these steps somebody leaves or comes back
+        self.turns = frozenset(int(step) for step in edges)  # before these steps a worker leaves or comes back
         for step in sorted(self.turns):
             if not (self._there(step - 1) & self._there(step)).any():
                 raise GossamerError(
-                    f"failures: at step {step} ({steps_per_epoch} steps are an epoch) nobody of n={n} is left who could go on; "
+                    f"failures: at step {step} ({steps_per_epoch} steps are an epoch) no worker of n={n} is left that could go on; "
                     "let at least one live"
                 )
 

@@ -1,7 +1,7 @@
 """Who is in, in which epoch, from which step on: the agreement of all workers, without threads and without a network.
 
 All workers read one log of events in the same order (it lies in the store; see ``membership.py``) and fold it with the same
-function, so all of them know the same. A member is named by its *ticket*, which is never used again: whoever comes back has another.
+function, so all of them know the same. A member is named by its *ticket*, which is never used again: a worker that comes back has another.
 
 An epoch is a set of members and a process group: one of their own, or places of the present one, if all members have connections there.
 A change goes through three marks in the log:
@@ -9,9 +9,9 @@ A change goes through three marks in the log:
 1. A member is dead, a worker wants to join, members leave, or connections are to be made anew: the fold opens a *proposal*. If it needs a
    group of its own, all who are in it build that in the background; a newcomer also gets the state of one who is in. Each says ``built``.
 2. When all have said so, each old member says ``at``: the step that it is in. It begins no step beyond that + LEAD until it knows more.
-3. When all have, the new epoch begins before step max + LEAD + 1, which nobody can have begun.
+3. When all have, the new epoch begins before step max + LEAD + 1, which no worker can have begun.
 
-A death on the way makes the proposal void, at the same place in the log for everybody, and opens the next. So there is one agreement
+A death on the way makes the proposal void, at the same place in the log for all, and opens the next. So there is one agreement
 per change and none per step.
 
 A member that has no more data says ``done``; soon after, it or another one says ``leave``, and all who are done leave together. They take
@@ -243,7 +243,7 @@ class Part:
             return None
         if proposal.number == built and self.me in proposal.members and self.me not in proposal.built:
             return Event("built", self.me, built)
-        # Only who has changed to the last epoch speaks about the next, so at most one change is ahead of anybody.
+        # Only a worker that has changed to the last epoch speaks about the next, so at most one change is ahead of any worker.
         if self.epoch == self.roster.epoch and proposal.standing and not proposal.reported(self.me):
             return Event("at", self.me, proposal.number, self.step)
         return None

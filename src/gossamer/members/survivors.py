@@ -4,11 +4,11 @@ Beyond ``membership.py`` a worker here
 
 - builds the group of a proposal in the background, and says that it stands;
 - notices who is gone: at once from the launcher's word that the process ended, otherwise from heartbeats that do not come for
-  ``evict_after`` seconds. An error on a connection alone kills nobody: the weight of that neighbour goes to oneself, and if it goes on to
+  ``evict_after`` seconds. An error on a connection alone is no death: the weight of that neighbour goes to oneself, and if it goes on to
   beat, all connections are made anew;
 - joins as new, with the state of another worker.
 
-If the store is gone, nobody can be declared dead and nobody can join; the living go on, and a lost neighbour's weight stays with oneself.
+If the store is gone, no worker can be declared dead and none can join; the living go on, and a lost neighbour's weight stays with oneself.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Survivors(Membership):
                     self.rejoin(deadline - time.monotonic())
                     loaded = -1
                 if not self.roster.living and member.log_was_read:
-                    raise GossamerError(f"rank {self.seat.rank} can't join: nobody is left; the job has ended without it")
+                    raise GossamerError(f"rank {self.seat.rank} can't join: no worker is left; the job has ended without it")
                 if time.monotonic() > deadline:
                     raise GossamerError(f"rank {self.seat.rank} could not join within {self.timeout:g} s")
                 if self._arrived is not None and self._arrived[0] != loaded:
@@ -264,7 +264,7 @@ class Survivors(Membership):
         known = self._ended or self.blind
         super()._without_store(error)
         if not known:
-            said = f"the store is gone ({self.store_gone}); training goes on, but nobody can join any more"
+            said = f"the store is gone ({self.store_gone}); training goes on, but no worker can join any more"
             print(f"gossamer: rank {self.seat.rank}: {said}", flush=True)
 
     def _retire(self, now: float) -> None:

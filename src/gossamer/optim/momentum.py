@@ -1,7 +1,7 @@
 """Momentum that all share: after an average of all, each one's momentum becomes what the average has done since the last one.
 
 A worker's momentum is mostly noise where it sees few samples: for ten steps it goes on in a direction of its own, and averages of
-parameters alone leave it there. How far the average went, everybody knows for nothing. It is their mean momentum, up to the noise.
+parameters alone leave it there. How far the average went, every worker knows without a message. It is their mean momentum, up to the noise.
 (The idea is quasi-global momentum: Lin, Karimireddy, Stich and Jaggi, 2021, for gossip; here it is taken at averages of all.)
 
 For ``torch.optim.SGD`` and ``RMSprop`` with momentum. Others are left alone: their ``momentum_buffer`` may be something else.

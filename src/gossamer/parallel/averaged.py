@@ -61,7 +61,7 @@ def average_(flat: Flat, mixer: Mixer) -> None:
 
 @torch.no_grad()
 def broadcast(flat: Flat, exchange: Exchange) -> None:
-    """Everyone gets rank 0's parameters, frozen ones included, and buffers of any dtype."""
+    """All workers get rank 0's parameters, frozen ones included, and buffers of any dtype."""
     for block in flat.blocks:
         exchange.broadcast_(block.x[0].view(torch.uint8), "the start")
     for t in flat.rest():

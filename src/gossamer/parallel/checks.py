@@ -78,7 +78,7 @@ _DDPS = {  # arguments of torch's DDP, and what to do without them
 
 
 def refuse_ddps(given: Sequence[str]) -> None:
-    """Arguments that only torch's DDP has, or nobody."""
+    """Arguments that only torch's DDP has, or that do not exist."""
     for key in given:
         if key not in _DDPS:
             raise TypeError(f"DecentralizedDataParallel() got an unexpected keyword argument {key!r}")

@@ -55,7 +55,7 @@ class DecentralizedDataParallel(Wrapper):
     - ``local_steps``: average every that many steps.
     - ``wire``: ``"bfloat16"`` halves what goes to neighbours; one's own copy stays exact.
     - ``send_copy``: send from a copy, so that a slow receiver does not hold a fast sender; costs one pass over the parameters.
-    - ``init``: ``"broadcast"`` gives everyone rank 0's values, as DDP does; ``"keep"`` leaves them.
+    - ``init``: ``"broadcast"`` gives all workers rank 0's values, as DDP does; ``"keep"`` leaves them.
     - ``timeout``: seconds without a word from a worker we wait for, after which it is an error.
     - ``check_finite``: parameters of a worker that are not finite any more are not averaged, and are an error on that worker.
 
@@ -124,7 +124,8 @@ class DecentralizedDataParallel(Wrapper):
             weakref.finalize(self, self._exchange.drop).atexit = False
         if self._exchange is not None and not self._joins:
             told = {"wire": wire, "init": init, "epochs": str(epochs), "steps_per_epoch": str(steps_per_epoch)}
-            self._agree(state.setup(self) | told | {"check_finite": str(check_finite)})
+            told |= {"send_copy": str(send_copy), "check_finite": str(check_finite)}
+            self._agree(state.setup(self) | told)
             self._agree(self._flat.signature())
             if init == "broadcast":
                 averaged.broadcast(self._flat, self._exchange)

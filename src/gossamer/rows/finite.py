@@ -1,11 +1,11 @@
 """Rows that are not finite, because a worker has diverged: how they are found, and what is said about them.
 
 The sum of a row is finite only if all of its numbers are. One pass finds it, just before the row is mixed: then it is in the cache.
-Where columns of all rows are mixed by their owner, the owner looks at what it has made, and marks all of it if some is not finite: so those
-that get it look at one number.
+Where columns of all rows are mixed by their owner, the owner looks at what it has made, and marks all of it if some is not finite: so the
+workers that get it look at one number. So does a sender of a copy, with each piece that it copies.
 
-Receivers look at the whole of each row that comes by an edge. A sender, to hear that it has diverged, looks at a share of its own row
-only, at another one each time: that costs little. One number that is not finite makes most of the others so within a step or two.
+Receivers look at the whole of each other row that comes by an edge. Its sender, to hear that it has diverged, looks at a share of its own
+row only, at another one each time: that costs little. One number that is not finite makes most of the others so within a step or two.
 """
 
 from __future__ import annotations
@@ -44,6 +44,13 @@ def mark(rows: Tensor, alike: bool) -> None:
     for row in rows[:1] if alike else rows:
         if not finite(row):
             (rows if alike else row).fill_(math.nan)
+
+
+def copy(row: Tensor, out: Tensor) -> None:
+    """``out`` <- ``row``, in the precision of ``out``: NaN if it is not finite. Each piece is looked at while it is in the cache."""
+    sums = [piece.copy_(source).sum() for piece, source in zip(out.split(_SHORT), row.split(_SHORT), strict=True)]
+    if not math.isfinite(sum(sums)) and not finite(out):
+        out.fill_(math.nan)
 
 
 def share(row: Tensor, turn: int) -> Tensor:

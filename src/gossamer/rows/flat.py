@@ -78,16 +78,16 @@ class Flat:
             held.parameter.data = held.view
 
     def depart(self) -> None:
-        """Rows set out straight from the parameters, so from here on nobody may change them."""
+        """Rows set out straight from the parameters, so from here on nothing may change them."""
         self._versions = [held.parameter._version for held in self._held]
 
     def settle(self) -> None:
-        """A step is done. Whoever changes parameters from here on to the next one is not the optimizer."""
+        """A step is done. What changes parameters from here on to the next one is not the optimizer."""
         self._settled = [held.parameter._version for held in self._held]
 
     @property
     def touched(self) -> bool:
-        """Whether somebody has changed parameters since the last step was done."""
+        """Whether parameters have changed since the last step was done."""
         return any(held.parameter._version != was for held, was in zip(self._held, self._settled, strict=False))
 
     def check(self, busy: bool = False) -> bool:

@@ -1,11 +1,11 @@
-"""A mean of all in few bits: everybody knows the last mean, so what travels is how far each one has moved since then.
+"""A mean of all in few bits: every worker knows the last mean, so what travels is how far each has moved since then.
 
 A movement is small, and so is the error of 8 bits of it (see ``codec.py``); parameters in 8 bits would be useless. What comes back is the
 mean of the movements, in 8 bits again, the same for all: so afterwards all have the same mean, to the bit, for the next time.
 
-If all have gone much further than lately, it was no training: somebody has loaded other parameters, or they are not finite any more.
-The error would be a part of that jump, and more than what was learnt. So then nobody takes that mean, and the next one is in full precision
-again. All see the same bits, so all do that.
+If all have gone much further than lately, it was no training: other parameters were loaded, or they are not finite any more.
+The error would be a part of that jump, and more than what was learnt. So then no worker takes that mean, and the next one is in full
+precision again. All see the same bits, so all do that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The runtime model: how long is an iteration on a given cluster, with which way of averaging?
 
-``cluster.py`` and ``workload.py`` say what there is, ``methods.py`` what is compared; ``network.py`` turns a Round into who waits
-for whom, ``model.py`` runs the recurrences, ``bounds.py`` has the closed form beside them. ``plan.py`` compares methods for a person,
+``cluster.py`` and ``workload.py`` say what there is, ``methods.py`` what is compared; ``network.py`` turns a Round into transfers
+and waits, ``model.py`` runs the recurrences, ``bounds.py`` has the closed form beside them. ``plan.py`` compares methods for a person,
 ``calibrate.py`` measures a cluster, ``fit.py`` finds a cluster's unknowns from a table of times. The recurrences are written down in
 ``docs/runtime-model.md``.
 """

@@ -210,7 +210,7 @@ def calibrate_command(
         raise GossamerError("--task and --module contradict each other; give one of them")
     calibrate.check_out(out)
     with calibrate.started():
-        if not module:  # a wrong --module is a mistake whoever is there
+        if not module:  # a wrong --module is a mistake with any number of workers
             calibrate.refuse_alone()
         jobs = [calibrate.of_function(where) for where in module or ()] or [calibrate.of_task(task or "digits/mlp", batch)]
         first = calibrate.is_first()

@@ -1,4 +1,4 @@
-"""The unknowns of a cluster from a table of iteration times: what somebody has measured or published, for some sizes and methods.
+"""The unknowns of a cluster from a table of iteration times: as measured or published, for some sizes and methods.
 
 All methods share one set of five: the part of computing that more workers do not shorten, the part that they do, what a host's
 interface really carries, the latency between hosts, and how much compute times vary. SGP has one of its own, its ``overhead``.
@@ -8,7 +8,7 @@ Nothing is fitted per method or per size, so a size that was left out is a predi
     name = "8 T4 per host"
     per_host = 8
     parameters = 63_000_000
-    gbit = 100                  # as stated by whoever measured: where the search begins, and stays if the times do not tell
+    gbit = 100                  # as stated with the measurement: where the search begins, and stays if the times do not tell
     latency_us = 10             # the same
     intra_gbit = 64             # inside a host; not fitted
     fit = [16, 32]              # sizes to fit; the others are predicted

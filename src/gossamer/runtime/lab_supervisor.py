@@ -109,7 +109,7 @@ def make_hosts(config: dict[str, Any]) -> tuple[int, list[int]]:
 
 
 def _hardware(host: int) -> str:
-    """Addresses known beforehand, so that nobody has to ask: the kernel keeps 1024 answers for all namespaces together, and 33 hosts
+    """Addresses known beforehand, so that no host has to ask: the kernel keeps 1024 answers for all namespaces together, and 33 hosts
     that all talk to each other need more."""
     return f"02:00:0a:4d:00:{host + 1:02x}"
 
@@ -126,7 +126,7 @@ def _names(config: dict[str, Any]) -> None:
 
 
 def _no_ipv6() -> None:
-    """For interfaces yet to come: one address per host, and no packets that nobody asked for. Loopback exists and keeps ::1."""
+    """For interfaces yet to come: one address per host, and no packets that no program asked for. Loopback exists and keeps ::1."""
     with contextlib.suppress(OSError), open("/proc/sys/net/ipv6/conf/default/disable_ipv6", "w") as file:
         file.write("1")
 
@@ -146,7 +146,7 @@ class Supervisor:
         self.control, self.device, self.home, self.hosts = control, device, home, hosts
         self.processes: list[_Process] = []
         self.first_failed: int | None = None
-        self.due: list[tuple[float, signal.Signals]] = []  # when everybody who is left gets which signal
+        self.due: list[tuple[float, signal.Signals]] = []  # when the processes that are left get which signal
         self.received = b""
         self.job: dict[str, Any] = {}
         wake, waker = socket.socketpair()
@@ -238,7 +238,7 @@ class Supervisor:
             self.say(event="lines", process=index, lines=[line.decode(errors="replace") for line in lines])
 
     def reap(self, options: int = os.WNOHANG) -> None:
-        """Also those who are nobody's children any more: PID 1 inherits them. With ``options=0``: wait for all of them."""
+        """Also processes whose parent has ended: PID 1 inherits them. With ``options=0``: wait for all of them."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, options)
@@ -319,7 +319,7 @@ def _inform(work: Any, control: socket.socket, config: dict[str, Any]) -> None:
         work(control, config)
     except SetupError as error:
         control.sendall(json.dumps({"event": "error", "message": str(error)}).encode() + b"\n")
-    except ConnectionError:  # nobody listens any more
+    except ConnectionError:  # the other end is closed
         os._exit(1)
 
 

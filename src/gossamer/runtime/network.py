@@ -1,8 +1,8 @@
-"""A Round as transfers: who waits for whom, and how long a transfer takes on a given cluster.
+"""A Round as transfers: which worker waits for which, and how long a transfer takes on a given cluster.
 
 Links are shared in fixed parts: if k flows of a Round leave through one host's interface, each has 1/k of it, whether or not the
 others are under way. Then every time is a maximum of sums of earlier times (max-plus), all of it vectorised over workers; and more
-bandwidth can never make anything later, which a link that is shared by whoever happens to be there can't promise.
+bandwidth can never make anything later, which a link that is shared by the flows of the moment can't promise.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Transfer(ABC):
 
 
 class Nothing(Transfer):
-    """Nobody talks to anybody."""
+    """No worker sends anything."""
 
     durations = ()
 
@@ -103,7 +103,7 @@ class Edges(Transfer):
 
 
 class Together(Transfer):
-    """Groups in which everyone waits for everyone; ``taken`` seconds and ``sent`` bytes per group."""
+    """Groups in which all workers wait for each other; ``taken`` seconds and ``sent`` bytes per group."""
 
     def __init__(self, groups: list[Array], taken: Array, sent: Array, n: int) -> None:
         self.taken = taken
@@ -168,7 +168,7 @@ def by_library(cluster: Cluster, round_: Round, size: int, edge_share: float, ve
     if (how if verb == "auto" else verb) == "slices":
         if not (isinstance(round_, Mean) and round_.bits < 32):
             return slices(cluster, round_, size)
-        costs = cluster.costs  # the owner of some columns reads everybody's, and writes their mean
+        costs = cluster.costs  # the owner of some columns reads those of all workers, and writes their mean
         made = slices(cluster, round_, size * codec.SHARE, (costs.decode + costs.encode / round_.n) * 1e-9 * size)
         made.coded = True
         return made
@@ -178,7 +178,7 @@ def by_library(cluster: Cluster, round_: Round, size: int, edge_share: float, ve
 
 
 def slices(cluster: Cluster, round_: Round, size: float, between: float | None = None) -> Transfer:
-    """Everyone's columns to their owner, applied there, and back: two stages. ``between``: seconds of applying."""
+    """All workers' columns to their owner, applied there, and back: two stages. ``between``: seconds of applying."""
     groups = _groups(round_)
     sizes = np.array([len(group) for group in groups])
     stage = _stage_seconds(cluster, groups, size)

@@ -27,7 +27,7 @@ from gossamer.schedules import Fixed
 _DRAWS = 9
 _WORTH = 1.05  # a speed-up that is worth changing the way one trains
 _ALIKE = 1.03  # two methods that are this near to each other are chosen between by other things than time
-_SAME = 1.1  # so much longer than the fastest graph may a method take that trains as all-reduce does: nobody has to ask what is lost
+_SAME = 1.1  # so much longer than the fastest graph may a method take that trains as all-reduce does: nothing is lost with it
 _DENSE = 256  # workers up to which any spectral gap is computed
 _MIXES = 0.1  # the spectral gap from which on a graph is proposed: a ring of 32 (0.013) is fast, and its workers hardly hear of each other
 _WORK = 1_500_000  # worker-steps per simulation, about
@@ -96,7 +96,7 @@ def plan(
 ) -> Plan:
     """``tick`` is told of each method when it begins."""
     if cluster.n < 2:
-        raise GossamerError(f"cluster {cluster.name!r} has one worker: there is nobody to average with; give --workers")
+        raise GossamerError(f"cluster {cluster.name!r} has one worker, which has no other to average with; give --workers")
     chosen = [parse(name) for name in methods]
     if DDP() not in chosen:
         chosen.insert(0, DDP())  # what everything is compared with

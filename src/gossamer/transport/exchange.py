@@ -1,8 +1,8 @@
 """Rows between processes. The only place that talks to the network, in two verbs:
 
-- **edges**: one row (or a few) to each neighbour and one from each. Nobody else waits.
-- **slices**: each member owns some columns; everyone sends it those columns of its rows, it applies a Round to them and sends
-  the rows back. 2(m-1)/m rows for *any* Round over m workers; everyone waits for everyone, as in an all-reduce.
+- **edges**: one row (or a few) to each neighbour and one from each. No other worker waits.
+- **slices**: each member owns some columns; all workers send it those columns of its rows, it applies a Round to them and sends
+  the rows back. 2(m-1)/m rows for *any* Round over m workers; all wait for all, as in an all-reduce.
 
 Both are started, run while the process computes, and are waited for: a :class:`Operation`. Rows go in chunks (a large message both
 ways between the same two gloo ranks would run half-duplex), straight out of the tensor that holds them.
@@ -29,7 +29,7 @@ from gossamer.transport.routes import columns
 
 _KINDS = {"mean()": 1, "consensus()": 2, "average_()": 3, "save()": 4, "load()": 5, "profile": 6, "uneven()": 7}
 _LATER = 64  # collectives of a link before its epoch begins are counted from 0, those after from here: newcomers know nothing of the first
-_BLIND = 8  # marks messages of when nobody knows who takes part; there are no further epochs then
+_BLIND = 8  # marks messages of when no worker knows which take part; there are no further epochs then
 
 Parcels = Sequence[tuple[int, Tensor]]  # a peer, and rows ``[count, D]`` (or one, ``[D]``) to or from it
 Messages = tuple[list[Message], list[Message]]  # to send, and to receive
@@ -57,7 +57,7 @@ class Exchange:
         # Two, so that steps and collectives do not wait for each other: workers may call mean() at different points of a step.
         self._waiters = {False: Waiter("steps"), True: Waiter("collectives")}
         self._departures: list[Operation] = []  # sent from a copy; perhaps not yet taken
-        self.failed = False  # somebody was lost
+        self.failed = False  # a peer was lost
         self.guard: Guard | None = None  # with one, losing a peer is no error; see operation.py
         self.limbo: list[Operation] = []  # given up; gloo may still write to their tensors
         self._stream: Any = torch.cuda.Stream() if link.streams else None
@@ -112,7 +112,7 @@ class Exchange:
         me = members.index(self.rank)
         owned = [columns(width, len(members), k, unit) for k in range(len(members))]
         mine = owned[me]
-        # With an exchange between others and others, everybody hangs on everybody.
+        # With an exchange between others and others, all depend on all.
         operation = Operation(
             self, what, tag, frozenset(self.living[q] for q in (members if between is None else range(self.size)))
         )
@@ -153,7 +153,7 @@ class Exchange:
     @torch.inference_mode(False)  # a thread writes to what is made here, and it is in no inference mode
     @torch.no_grad()
     def gather(self, row: Tensor, what: str = "gather") -> Tensor:
-        """Everyone's flat tensor of the same size, ``[size, …]``. For small ones."""
+        """All workers' flat tensors of the same size, ``[size, …]``. For small ones."""
         everyone = row.new_empty(0)
 
         def start() -> Operation:
@@ -222,8 +222,9 @@ class Exchange:
         return stands, stands and all(heard)
 
     def reachable(self, row: Tensor, what: str) -> Tensor:
-        """The rows of those whom I can reach, mine among them, ``[some, …]`` in the order of ranks. For when the members can't agree any
-        more: no row depends on who else takes part, so what comes is right; but two workers may have heard different ones."""
+        """The rows of the workers that this one can reach, its own among them, ``[some, …]`` in the order of ranks. For when the
+        members can't agree any more: no row depends on which others take part, so what comes is right; but two workers may have
+        heard different ones."""
         assert self.guard is not None
         link, lost = self.link, self.guard.losses(self.link).gone
         here = [peer for peer, q in enumerate(self.living) if q not in lost or peer == self.rank]
@@ -236,7 +237,7 @@ class Exchange:
         return rows[[k for k, peer in enumerate(here) if self.living[peer] not in operation.lost]]
 
     def broadcast_(self, row: Tensor, what: str = "broadcast") -> None:
-        """Everyone gets rank 0's values, along a binary tree."""
+        """All workers get rank 0's values, along a binary tree."""
         tag = self.collective_tag(what)
         span = 1
         while span < self.size:
@@ -248,7 +249,7 @@ class Exchange:
             span *= 2
 
     def share(self, value: Any = None, what: str = "share") -> Any:
-        """Everyone gets rank 0's value, anything that JSON can hold."""
+        """All workers get rank 0's value, anything that JSON can hold."""
         data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
         size = torch.tensor([len(data)])
         self.broadcast_(size, what)
@@ -361,7 +362,7 @@ class Exchange:
             self._departures, self.limbo, self._parts = [], [], {}
 
     def guarded(self, guard: Guard) -> None:
-        """From now on somebody watches over the members; told when the process ends."""
+        """From now on ``guard`` watches over the members; it is told when the process ends."""
         self.guard = guard
         _open.add(self)
 

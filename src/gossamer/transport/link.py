@@ -25,7 +25,7 @@ from gossamer.errors import GossamerError
 from gossamer.transport.store_client import Silent, StoreClient
 
 _FOREVER = timedelta(days=7)  # gloo's own timeouts close all pairs of a group; we keep our own time (see exchange.py)
-_NEVER = 0x7FFFFFFF  # a tag that nobody sends: the last part of the last collective
+_NEVER = 0x7FFFFFFF  # a tag that is never sent: the last part of the last collective
 _BUILD = 10.0  # seconds for connecting, once all are there
 _BUILD_FIRST = 60.0  # seconds for the same, when the job starts
 _READ = 5.0  # seconds that rank 0 waits for the others to read why they fail, before it ends
@@ -164,7 +164,7 @@ class Link:
         work.wait(_FOREVER)
 
     def close(self) -> None:
-        """Close all connections; whoever waits on one of them gets an error. gloo does that when a wait of its own expires: on a
+        """Close all connections; a worker that waits on one of them gets an error. gloo does that when a wait of its own expires: on a
         connection that is still there, so each is tried."""
         self.closed = True
         for peer in (q for q in range(self.size) if q != self.rank):
@@ -299,7 +299,7 @@ class BatchLink(Link):
     def _open(self) -> Any:
         # What is small (checkpoints' steps, profiles) is on the CPU there as well.
         group = dist.new_group(backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-        if self.streams:  # the first call on an NCCL group must have everyone in it
+        if self.streams:  # the first call on an NCCL group must have all ranks in it
             dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
         return group
 

@@ -135,13 +135,20 @@ class Mixer:
         """The rows as the wire has them."""
         x, wire = part.x, part.wire
         part.snapshot = self._take(part, (len(x), wire.width(x.shape[1])), wire.code)
+        if self._looks(part) and wire.code.is_floating_point:
+            finite.copy(x[0], part.snapshot[0])
+            return
         for k, (row, code) in enumerate(zip(x, part.snapshot, strict=True)):
             wire.encode(row, code, codec.turn(part.step, self.rows.start + k))
 
     def _copy(self, part: Part) -> Tensor:
         """What is sent: a copy of parameters, or the rows as they are."""
         if self.send_copy and part.block is not None:
-            part.snapshot = self._take(part, part.x.shape, part.x.dtype).copy_(part.x)
+            part.snapshot = self._take(part, part.x.shape, part.x.dtype)
+            if self._looks(part):
+                finite.copy(part.x[0], part.snapshot[0])
+            else:
+                part.snapshot.copy_(part.x)
             return part.snapshot
         return part.x
 
@@ -286,6 +293,9 @@ class Mixer:
 
     # --- Rows that are not finite -----------------------------------------------------------------------------------------
 
+    def _looks(self, part: Part) -> bool:
+        return self.check_finite and self.exchange is not None and len(part.x) == 1
+
     def turn(self, part: Part) -> int:
         self._turns[part.k] = turn = self._turns.get(part.k, 0) + 1
         return turn
@@ -334,7 +344,7 @@ class Mixer:
         return out if done else exchange.reachable(row, what).mean(dim=0)
 
     def gather(self, rows: Tensor, what: str = "profile") -> Tensor:
-        """My rows ``[r, …]`` and everyone else's, ``[n, …]``. For small ones."""
+        """My rows ``[r, …]`` and those of all others, ``[n, …]``. For small ones."""
         if self.exchange is None:
             return rows
         return self.exchange.gather(rows.contiguous().flatten(), what).reshape(-1, *rows.shape[1:])

@@ -89,7 +89,7 @@ class Traffic:
 class Operation:
     """Rows on their way. ``wait()`` before what was sent is changed, and before what was received is read.
 
-    ``essential``: those without whom all of it is in vain (slices: all members).
+    ``essential``: the peers without which all of it is in vain (slices: all members).
     """
 
     def __init__(self, exchange: Exchange, what: str, tag: Tag, essential: frozenset[int] = frozenset()) -> None:
@@ -100,7 +100,7 @@ class Operation:
         self.error: BaseException | None = None
         self.lost: set[int] = set()  # with a guard: whose rows did not come, or not whole
         self.dirty = False  # given up: what was received may still be written to
-        self.peer = -1  # whom we are waiting for
+        self.peer = -1  # the one that is waited for
         self.work: Any = None  # and for what
         self.began = time.perf_counter()
         self.ended = 0.0
@@ -152,7 +152,7 @@ class Operation:
 
     @property
     def in_vain(self) -> bool:
-        """Whether one is lost without whom all of it is worth nothing. Others may be lost too: of another group of the same Round."""
+        """Whether a peer is lost without which all of it is worth nothing. Others may be lost too: of another group of the same Round."""
         return not self.lost.isdisjoint(self.essential)
 
     @property

@@ -76,7 +76,7 @@ class Probe:
         self._operation = self._exchange.slices(mine, self._sums, members, lambda x, y: mixing.mix(everyone, x, y), tag)
 
     def finish(self, block: Block, step: int) -> None:
-        """When they are averaged. Nothing was seen if somebody was lost meanwhile."""
+        """When they are averaged. Nothing was seen if a peer was lost meanwhile."""
         if self._rows is not None:
             rows, self._rows = self._rows, None
             mean = rows.mean(dim=0)

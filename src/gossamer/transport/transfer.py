@@ -63,7 +63,11 @@ class Part:
         return self.x if self.snapshot is None else self.decoded(self.snapshot)
 
     def finite(self, code: Tensor) -> bool:
-        return finite.finite(code) if code.dtype.is_floating_point else self.wire.finite(code)
+        if not code.dtype.is_floating_point:
+            return self.wire.finite(code)
+        return finite.finite(
+            code if self.snapshot is None else code[:1]
+        )  # all workers send copies, and mark them, or none does
 
     def decoded(self, code: Tensor) -> Tensor:
         """Rows in the precision of x, from what travelled."""
@@ -247,11 +251,13 @@ class Transfer:
         if part.received is not None:
             bad = [not part.finite(row) for row in part.received]
             self._spoiled |= {parcel.peer for parcel, spoiled in zip(part.plan.receives, bad, strict=True) if spoiled}
-            shown = finite.share(sent, self._mixer.turn(part)) if sent.dtype.is_floating_point else sent
-            sound = part.finite(shown)
+            sound = part.finite(finite.share(sent, self._mixer.turn(part)) if part.snapshot is None else sent)
         if not sound:
             self._identity = True
-            self._mixer.look_for_fault(part.block, part.decoded(sent.unsqueeze(0))[0], part.step)
+            marked = part.snapshot is not None and sent.dtype.is_floating_point
+            self._mixer.look_for_fault(
+                part.block, part.x[0].to(sent.dtype) if marked else part.decoded(sent.unsqueeze(0))[0], part.step
+            )
 
     def _give_back(self) -> None:
         for parts in self._parts:

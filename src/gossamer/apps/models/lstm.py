@@ -20,7 +20,7 @@ class WordLSTM(nn.Module):
     Truncated back-propagation through time: in training mode forward starts from the state that the window before left in the
     buffers ``h`` and ``c``, cut off from its gradient, and leaves its own there. ``fresh`` (a bool, or one for each of the
     ``batch`` texts) starts from zeros instead, as at the beginning of a text. The state belongs to one replica's text, so a
-    mean over replicas has no meaning: ``local_buffers`` says so to whoever averages.
+    mean over replicas has no meaning: ``local_buffers`` says so.
 
     In evaluation mode each call starts from zeros and leaves nothing. To evaluate a long text window by window use
     :meth:`read`, which takes the state and gives the new one.
