@@ -23,7 +23,7 @@ def ctrl_c_waits() -> Iterator[None]:
 
 
 def die_with(parent: int) -> None:
-    """If the parent is killed, so are we: nobody would write down what we do. (Linux; elsewhere workers end at their next cell.)"""
+    """If the parent is killed, so is this worker: its results would not be written down. (Linux; elsewhere it ends at its next cell.)"""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
