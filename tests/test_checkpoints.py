@@ -167,7 +167,9 @@ def resealed(data):
     header, rest = split(data)
     header["__metadata__"] |= {"digest": "0" * 64}
     file = io.BytesIO(joined(header, rest))
-    checkpoint._seal(file)
+    place, _, digest = checkpoint._digest(file)
+    file.seek(place)
+    file.write(digest.encode())
     return file.getvalue()
 
 
@@ -286,6 +288,29 @@ def test_the_averaged_model_is_a_plain_file_with_a_checksum(tmp_path):
     data[-1] ^= 1
     path.write_bytes(data)
     refused(lambda: checkpoint.verify(path), "averaged.safetensors is damaged: its checksum is wrong")
+
+
+def test_tensors_of_all_kinds_are_as_they_were(tmp_path):
+    """Of any dtype and memory, also where safetensors itself reads the file."""
+    made = {str(dtype): torch.arange(6).to(dtype).reshape(2, 3) for dtype in checkpoint._DTYPES}
+    row = torch.arange(12.0).reshape(3, 4)
+    made |= {
+        "view": row[:, 1],
+        "turned": row.T,
+        "same": row,
+        "one": torch.ones(1).expand(1),
+        "zero": torch.tensor(3),
+        "none": row[:0],
+    }
+    made["a number"] = torch.tensor([7, 8])[:1].as_strided((1,), (0,))
+    checkpoint.save(tmp_path / "a.ckpt", made, {"digest": "x", "y": [1, None]})
+    for found in (checkpoint.load(tmp_path / "a.ckpt")[0], safetensors.torch.load_file(tmp_path / "a.ckpt")):
+        assert found.keys() == made.keys()
+        for key, tensor in made.items():
+            assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape)
+            assert tensor.is_complex() or torch.equal(found[key].double(), tensor.double()), key
+    with pytest.raises(GossamerError, match="'x' is torch.complex128, which safetensors does not have"):
+        checkpoint.save(tmp_path / "b.ckpt", {"x": torch.ones(2, dtype=torch.complex128)}, {})
 
 
 def test_the_folder_is_synced_after_the_file_has_its_name(tmp_path, monkeypatch):

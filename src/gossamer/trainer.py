@@ -22,7 +22,6 @@ from gossamer.checkpoints import shards, snapshot
 from gossamer.checkpoints import trainer as trainer_state
 from gossamer.checkpoints.snapshot import Snapshot
 from gossamer.checkpoints.trainer import EpochRecord as EpochRecord
-from gossamer.checkpoints.worker import layout as worker_layout
 from gossamer.data import seeds
 from gossamer.data.sampling import sampler
 from gossamer.data.sources import Draw, source
@@ -380,21 +379,13 @@ class Trainer:
             shards.save(Path(path), self.step, parts, trainer_state.fingerprint(self), None, self.exchange)
 
     def load(self, path: Path | str, trusted: Callable[[dict[str, Any]], bool] = lambda progress: True) -> bool:
-        """Go on exactly where :meth:`save` was called. The settings must be the same. ``trusted`` may look at the progress and
-        say no; returns whether it was loaded."""
-        path, setup = Path(path), trainer_state.fingerprint(self)
-        layout = worker_layout(self.now.part, trainer_state.LAYOUT)
-        check = functools.partial(trainer_state.check, self)
-        if self.exchange is None:
-            found = snapshot.load(path, layout, self.device)
-            snapshot.refuse_other(found, setup, layout, str(path))
-            check(found, str(path))
-            good = trusted(found.parts["progress"])
-        else:
-            several = shards.load(path, setup, self.exchange, layout, self.device, check)
-            good = several is not None and trusted(several.parts["progress"])
-            good = bool(self.exchange.share(good)) and several is not None  # the first one decides
-            found = several or Snapshot(0, {}, {})
-        if good:
+        """Go on exactly where :meth:`save` was called. The settings must be the same; the replicas may be spread over another number of
+        processes. ``trusted`` may look at the progress and say no; returns whether it was loaded."""
+        path = Path(path)
+        found = trainer_state.load(self, path)
+        good = found is not None and trusted(found.parts["progress"])
+        if self.exchange is not None:
+            good = bool(self.exchange.share(good)) and found is not None  # the first one decides
+        if good and found is not None:
             trainer_state.restore(self, found, str(path))
         return good

@@ -13,7 +13,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,28 +37,38 @@ _BLANK = "0" * 64
 _DIGEST = re.compile(rb'"digest":"([0-9a-f]{64})"')
 _HEADER_BYTES = 100_000_000  # safetensors takes no longer header
 _PIECE_BYTES = 1 << 20
+_DTYPES = {  # as safetensors calls them
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL"},
+    **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
+}
 
 
 def save(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
-    write(path, tensors, {"format": FORMAT, "header": _json(header)})
+    write(path, tensors, metadata(header))
 
 
-def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+def metadata(header: dict[str, Any]) -> dict[str, str]:
+    """Of a checkpoint. What JSON can't hold is refused."""
+    return {"format": FORMAT, "header": _json(header)}
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """A safetensors file with a checksum. It is written beside ``path`` and moved there in one step, so a crash leaves the old file or
     the new one; when this returns, the disk has both the file and its name."""
     name = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         _make(path.parent)
-        safetensors.torch.save_file(_apart(tensors), name, metadata={**metadata, "digest": _BLANK})
-        with open(name, "r+b") as file:
-            _seal(file)
+        with open(name, "wb") as file:
+            _write(file, tensors, metadata)
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
         _sync(path.parent)
     except GossamerError:
         raise
-    except (OSError, safetensors.SafetensorError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise GossamerError(f"the checkpoint {path} can't be written: {_line(error)}; the one before it is kept") from None
     finally:
         name.unlink(missing_ok=True)
@@ -83,9 +93,8 @@ def verify(path: Path) -> None:
 
 def dumps(tensors: dict[str, Tensor], header: dict[str, Any]) -> bytes:
     """The same as bytes, to be sent."""
-    metadata = {"format": FORMAT, "header": _json(header), "digest": _BLANK}
-    file = io.BytesIO(safetensors.torch.save(_apart(tensors), metadata))
-    _seal(file)
+    file = io.BytesIO()
+    _write(file, tensors, metadata(header))
     return file.getvalue()
 
 
@@ -158,10 +167,35 @@ def _check_digest(file: BinaryIO) -> None:
         raise ValueError("its checksum is wrong")
 
 
-def _seal(file: BinaryIO) -> None:
-    place, _, right = _digest(file)
-    file.seek(place)
-    file.write(right.encode())
+def _write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """In pieces that let other threads run, and hashed as they are written. The widest numbers come first, so that all are aligned."""
+    header: dict[str, Any] = {"__metadata__": {**metadata, "digest": _BLANK}}
+    order, end = sorted(tensors, key=lambda key: -tensors[key].element_size()), 0
+    for key in order:
+        tensor, start = tensors[key], end
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(f"tensor {key!r} is {tensor.dtype}, which safetensors does not have")
+        end += tensor.numel() * tensor.element_size()
+        header[key] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    (found,) = _DIGEST.finditer(text)
+    digest = hashlib.blake2b(digest_size=32)
+    for piece in _pieces(text, [tensors[key] for key in order]):
+        digest.update(piece)
+        file.write(piece)
+    file.seek(8 + found.start(1))
+    file.write(digest.hexdigest().encode())
+
+
+def _pieces(text: bytes, tensors: Sequence[Tensor]) -> Iterator[bytes | memoryview]:
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous()
+        flat = flat.as_strided((flat.numel(),), (1,))  # a single number may have a stride of 0
+        data = flat.view(torch.uint8).numpy().data
+        for start in range(0, len(data), _PIECE_BYTES):
+            yield data[start : start + _PIECE_BYTES]
 
 
 @contextlib.contextmanager
@@ -186,17 +220,6 @@ def _json(header: dict[str, Any]) -> str:
         raise GossamerError(
             f"a state_dict holds what a checkpoint can't: {_line(error)}; it takes tensors, numbers and text"
         ) from None
-
-
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """safetensors takes contiguous tensors that share no memory; tied ones are written twice, views of one buffer copied."""
-    seen: set[int] = set()
-    copies: dict[str, Tensor] = {}
-    for key, tensor in tensors.items():
-        storage = tensor.untyped_storage().data_ptr()
-        copies[key] = tensor.clone(memory_format=torch.contiguous_format) if storage in seen else tensor.contiguous()
-        seen.add(storage)
-    return copies
 
 
 def _make(folder: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gossamer.checkpoints import checkpoint, snapshot
+from gossamer.checkpoints.background import Writer
 from gossamer.checkpoints.checkpoint import Unreadable
 from gossamer.checkpoints.snapshot import AVERAGED, INSTEAD, Layout, Snapshot
 from gossamer.errors import GossamerError
@@ -21,6 +22,7 @@ from gossamer.transport.exchange import Exchange
 
 _KEPT = 2  # steps on disk: the new one, and the one before in case a worker did not get that far, or its file is damaged later
 _LISTED = 16
+_RESIZE = "let the library go on with another number of workers, model.load(…, resize='average')"
 
 
 def save(
@@ -49,13 +51,35 @@ def write(
     averaged: dict[str, Tensor] | None = None,
 ) -> None:
     """The file of the worker at ``place`` of ``size``, and the averaged model if it is given."""
-    # Later steps are of another run that this one did not go on from. Removed first: load() would take them for the newest.
+    remove_later(folder, step)
+    snapshot.save(path_of(folder, step, place, size), Snapshot(step, setup, parts))
+    if averaged is not None:
+        checkpoint.write(folder / AVERAGED, averaged, {"step": str(step)})
+
+
+def remove_later(folder: Path, step: int) -> None:
+    """Later steps are of another run that this one did not go on from. Removed first: load() would take them for the newest."""
     for file in _files(folder):
         if file.step > step:
             file.path.unlink(missing_ok=True)
-    snapshot.save(_path(folder, step, place, size), Snapshot(step, setup, parts))
-    if averaged is not None:
-        checkpoint.write(folder / AVERAGED, averaged, {"step": str(step)})
+
+
+def write_later(
+    writer: Writer, folder: Path, step: int, place: int, size: int, parts: dict[str, Any], setup: Mapping[str, Any]
+) -> None:
+    """As :func:`write`, by a thread: what is written is copied now, and what can't be is refused now."""
+    tensors, listed = snapshot.pack(parts)
+    path, metadata = (
+        path_of(folder, step, place, size),
+        checkpoint.metadata({"step": step, "setup": dict(setup), "parts": listed}),
+    )
+    copies = writer.copy(tensors)
+
+    def work() -> None:
+        remove_later(folder, step)
+        checkpoint.write(path, copies, metadata)
+
+    writer.start(work)
 
 
 def prune(folder: Path, step: int) -> None:
@@ -91,21 +115,23 @@ def load(
     if not common:
         _refuse_incomplete(folder, size, rows, other)
         for useless in mine.right:  # the first save of all was cut short
-            _path(folder, useless, place, size).unlink(missing_ok=True)
+            path_of(folder, useless, place, size).unlink(missing_ok=True)
         return None
     step = max(common)
     if other[0] > step:
         raise GossamerError(
             f"{folder} holds step {other[0]} of {other[1]} workers, and {step} is the last step of {size} workers; start with "
-            f"-n {other[1]} to go on from {other[0]}, or remove the files *-of-{other[1]}.ckpt to go on from {step}; {INSTEAD}"
+            f"-n {other[1]} to go on from {other[0]}, or {_RESIZE}, or remove the files *-of-{other[1]}.ckpt to go on from {step}; "
+            f"{INSTEAD}"
         )
     found = mine.take(step)
-    _refuse_together(_problem(found, setup, layout, check, _path(folder, step, place, size)), exchange)
+    problem = _problem(found, setup, layout, check, path_of(folder, step, place, size))
+    refuse_together(problem, kinds_of_all(problem, exchange))
     assert isinstance(found, Snapshot)
     for newer in (s for s in mine.right if s > step):
-        _path(folder, newer, place, size).unlink(missing_ok=True)
+        path_of(folder, newer, place, size).unlink(missing_ok=True)
     for damaged, error in mine.damaged.items():
-        kept = checkpoint.set_aside(_path(folder, damaged, place, size))
+        kept = checkpoint.set_aside(path_of(folder, damaged, place, size))
         warnings.warn(f"{error}; it is kept as {kept.name}, and training goes on from step {step}", stacklevel=3)
     return found
 
@@ -114,7 +140,7 @@ class _Mine:
     """The files of this worker, each read in full. ``right``: those that are not damaged; the newest one's content is kept."""
 
     def __init__(self, folder: Path, place: int, size: int, layout: Layout, device: torch.device | str) -> None:
-        self.read = lambda step: _read(_path(folder, step, place, size), step, layout, device)
+        self.read = lambda step: read(path_of(folder, step, place, size), step, layout, device)
         self.right: dict[int, Snapshot | GossamerError | None] = {}
         self.damaged: dict[int, Unreadable] = {}
         steps = {file.step for file in _files(folder) if (file.rank, file.size) == (place, size)}
@@ -129,7 +155,7 @@ class _Mine:
         return self.right[step] or self.read(step)
 
 
-def _read(path: Path, step: int, layout: Layout, device: torch.device | str) -> Snapshot | GossamerError:
+def read(path: Path, step: int, layout: Layout, device: torch.device | str) -> Snapshot | GossamerError:
     """A state, or why this Gossamer can't take it though it is not damaged."""
     try:
         found = snapshot.load(path, layout, device)
@@ -177,10 +203,14 @@ def _problem(
     return None
 
 
-def _refuse_together(problem: GossamerError | None, exchange: Exchange | None) -> None:
-    """If one worker can't load its checkpoint, none does: the others would wait for it."""
+def kinds_of_all(problem: GossamerError | None, exchange: Exchange | None) -> list[int]:
+    """What each worker has: 0, no problem; 1, a file that does not fit; 2, a damaged one."""
     kind = 0 if problem is None else 2 if isinstance(problem, Unreadable) else 1
-    kinds = exchange.gather(torch.tensor([kind]), "load()").flatten().tolist() if exchange else [kind]
+    return exchange.gather(torch.tensor([kind]), "load()").flatten().tolist() if exchange else [kind]
+
+
+def refuse_together(problem: GossamerError | None, kinds: list[int]) -> None:
+    """If one worker can't load its checkpoint, none does: the others would wait for it."""
     if problem is not None:
         raise problem
     if any(kinds):
@@ -203,7 +233,7 @@ def _refuse_incomplete(folder: Path, size: int, rows: list[_Row], other: tuple[i
     if other[0] >= 0:
         raise GossamerError(
             f"the checkpoints in {folder} are of {other[1]} workers (step {other[0]}), and there are {size}; start with "
-            f"-n {other[1]}; {INSTEAD}"
+            f"-n {other[1]}, or {_RESIZE}; {INSTEAD}"
         )
 
 
@@ -220,7 +250,7 @@ class _File:
     size: int
 
 
-def _path(folder: Path, step: int, rank: int, size: int) -> Path:
+def path_of(folder: Path, step: int, rank: int, size: int) -> Path:
     return folder / f"step-{step:09d}.rank-{rank}-of-{size}.ckpt"
 
 
@@ -234,6 +264,12 @@ def _files(folder: Path, unfinished: bool = False) -> list[_File]:
 def _whole(files: list[_File], step: int, size: int) -> bool:
     """All workers' files of a step are in this folder."""
     return {file.rank for file in files if (file.step, file.size) == (step, size)} >= set(range(size))
+
+
+def whole_steps(folder: Path) -> list[tuple[int, int]]:
+    """The steps of which this folder has the files of all workers, newest first, each with the number of workers."""
+    files = _files(folder)
+    return sorted({(f.step, f.size) for f in files if _whole(files, f.step, f.size)}, reverse=True)
 
 
 def _newest_other(files: list[_File], size: int) -> tuple[int, int]:

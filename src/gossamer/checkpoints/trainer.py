@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gossamer.checkpoints import resized, shards, snapshot, worker
 from gossamer.checkpoints.checkpoint import Unreadable
 from gossamer.checkpoints.snapshot import Layout, Snapshot, unflatten
 from gossamer.checkpoints.worker import check_means, check_optimizer, check_vectors
@@ -157,6 +161,51 @@ def restore(trainer: Any, found: Snapshot, where: str) -> None:
             "results may differ in the last digits",
             stacklevel=4,
         )
+
+
+def load(trainer: Any, path: Path) -> Snapshot | None:
+    """The newest state at ``path``, of any number of processes, all of which see all of its files; or of as many, each its own."""
+    exchange, device, setup = trainer.exchange, trainer.device, fingerprint(trainer)
+    layout = worker.layout(trainer.now.part, LAYOUT)
+
+    def fits(found: Snapshot, where: str) -> None:
+        snapshot.refuse_other(found, setup, layout, where)
+        check(trainer, found, where)
+
+    if path.is_dir() or (exchange is not None and not path.exists()):
+        several = resized.load(path, exchange, layout, range, partial(regrouped, trainer), fits, device)
+        if several is not None:
+            return several[0]
+        return shards.load(path, setup, exchange, layout, device, partial(check, trainer))
+    found = snapshot.load(path, layout, device)
+    if exchange is not None:
+        found = regrouped(trainer, [found], [path])
+    fits(found, str(path))
+    return found
+
+
+def regrouped(trainer: Any, found: Iterable[Snapshot], paths: Sequence[Path]) -> Snapshot:
+    """The rows of this process, of files that together hold those of all replicas, in order."""
+    first, *others = found
+    snapshot.refuse_other(first, fingerprint(trainer), LAYOUT, str(paths[0]))  # or the rows may not fit each other
+    parts = [first.parts, *(other.parts for other in others)]
+    mine = slice(trainer.mixer.rows.start, trainer.mixer.rows.stop)
+
+    def rows(tensors: Iterable[Tensor]) -> Tensor:
+        return torch.cat(list(tensors))[mine]
+
+    models = [part["model"] for part in parts]
+    x = [rows(blocks) for blocks in zip(*(model["x"] for model in models), strict=True)]
+    buffers = {name: rows(model["buffers"][name] for model in models) for name in models[0]["buffers"]}
+    counts = [len(model["x"][0]) for model in models]
+    own = {
+        part: {name: [rows(some) for some in zip(*(p[part][name] for p in parts), strict=True)] for name in parts[0][part]}
+        for part in filter(None, [trainer.now.part])
+    }
+    optimizers = trainer.optimizer.regrouped([part["optimizers"] for part in parts], counts, mine)
+    progress = first.parts["progress"] | {"backend": None}  # it was chosen for another number of rows
+    made = {**first.parts, **own, "model": {"x": x, "buffers": buffers}, "optimizers": optimizers, "progress": progress}
+    return replace(first, parts=made)
 
 
 # --- Version 1 ----------------------------------------------------------------------------------------------------------------

@@ -100,10 +100,8 @@ class BlockOptimizer:
     def _build(self) -> None:
         replicas, kind = self.replicas, self.recipe.kind()
         self._params: list[tuple[nn.Parameter, _Place]] = []
-        if kind.__name__ in _ELEMENTWISE or kind in _OURS.values():
-            shares = [self._rows()]
-        else:
-            shares = [self._tensors(i) for i in range(replicas.r)]
+        self._elementwise = kind.__name__ in _ELEMENTWISE or kind in _OURS.values()
+        shares = [self._rows()] if self._elementwise else [self._tensors(i) for i in range(replicas.r)]
         self.optimizers = [self._make(kind, places) for places in shares]
 
     def _make(self, kind: type[torch.optim.Optimizer], places: list[tuple[_Place, bool]]) -> torch.optim.Optimizer:
@@ -198,6 +196,39 @@ class BlockOptimizer:
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+
+    def regrouped(self, saved: Sequence[list[dict[str, Any]]], counts: Sequence[int], rows: slice) -> list[dict[str, Any]]:
+        """The states that processes with so many rows each have saved, as of one that holds these ``rows`` of all of them."""
+        if not self._elementwise:
+            return [state for states in saved for state in states][rows]
+        (optimizer,) = self.optimizers
+        places: dict[Tensor, _Place] = dict(self._params)
+        made: dict[str, Any] = {"state": {}, "param_groups": []}
+        before, number = [0] * len(saved), 0  # parameters, of each process and here
+        for g, group in enumerate(optimizer.param_groups):
+            held = [places[param] for param in group["params"]]
+            first = number
+            for place in held if held[0].row is None else [place for place in held if place.row == 0]:
+                pieces = []
+                for k, ((states,), count) in enumerate(zip(saved, counts, strict=True)):
+                    some = 1 if place.row is None else count
+                    pieces += [states["state"].get(n) for n in range(before[k], before[k] + some)]
+                    before[k] += some
+                for state in [_joined(pieces, rows)] if place.row is None else pieces[rows]:
+                    if state:
+                        made["state"][number] = state
+                    number += 1
+            made["param_groups"].append({**saved[0][0]["param_groups"][g], "params": list(range(first, number))})
+        return [made]
+
+
+def _joined(states: Sequence[dict[str, Any] | None], rows: slice) -> dict[str, Any]:
+    """Of all rows together; what is of no row (a count of steps) is the first one's."""
+    first, several = states[0] or {}, [state or {} for state in states]
+    return {
+        name: torch.cat([state[name] for state in several])[rows] if isinstance(value, Tensor) and value.ndim else value
+        for name, value in first.items()
+    }
 
 
 def _taken(value: Any, rows: Tensor, place: _Place) -> Any:

@@ -25,6 +25,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from gossamer.checkpoints.background import Writer
+from gossamer.checkpoints.resized import Resize
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph
 from gossamer.members.roster import Change
@@ -117,6 +119,10 @@ class DecentralizedDataParallel(Wrapper):
         self.require_backward_grad_sync = True  # as in torch's DDP: see no_sync()
         self._stretches = 0
         self._also: Mapping[str, Any] = {}
+        self._writer = Writer()
+        self._written: tuple[int, Path, tuple[int, ...]] | None = (
+            None  # in the background, the last time: step, folder, members
+        )
         self._warned = False
         # Not as a decorator: that would load the whole compiler when Gossamer is imported.
         self._plainly = torch.compiler.disable(weakly(self._on_forward))
@@ -321,26 +327,40 @@ class DecentralizedDataParallel(Wrapper):
 
     # --- Checkpoints -----------------------------------------------------------------------------------------------------
 
-    def save(self, folder: Path | str, also: Mapping[str, Any] | None = None) -> None:
+    def save(self, folder: Path | str, also: Mapping[str, Any] | None = None, *, background: bool = False) -> None:
         """One full checkpoint per worker (model, optimizers, step, method and schedule; call it after ``step()``), and the averaged
         model as ``averaged.safetensors``. ``also``: what else has a state_dict (LR schedulers, a GradScaler), by name.
 
-        All workers call it; it returns when all have written, and keeps the checkpoint before this one until then.
+        All workers call it; it returns when all have written, and keeps the checkpoint before this one until then. ``background``: it
+        returns when all has been copied, and a thread writes the copy; without the averaged model (``checkpoints.averaged(folder)``).
+        What goes wrong there is an error of the next ``save()``, or of ``close()``, which wait for that thread.
         """
         checks.refuse_moment(self, "save()", averaged=True, busy=True)
         self._flat.check()
         if self._joining:
             print(f"gossamer: rank {self.rank} takes no part until its next training step, and saves nothing", flush=True)
             return
-        state.save(self, Path(folder), also or {})
+        (state.save_in_background if background else state.save)(self, Path(folder), also or {})
 
     @torch.inference_mode(False)
-    def load(self, folder: Path | str, also: Mapping[str, Any] | None = None) -> bool:
-        """Go on from the last step that all workers have on disk. Returns whether there was one. Call it after ``gossip()``."""
+    def load(self, folder: Path | str, also: Mapping[str, Any] | None = None, *, resize: Resize = "refuse") -> bool:
+        """Go on from the last step that all workers have on disk. Returns whether there was one. Call it after ``gossip()``.
+
+        ``resize``: of another number of workers, ``"average"`` gives each the mean of all rows (parameters, buffers, momentum and
+        moments), ``"copy"`` the row of its number, modulo theirs. Both need a folder with the files of all of them.
+        """
         checks.refuse_moment(self, "load()", busy=True)
+        checks.check_choice("resize", resize, ("refuse", "average", "copy"))
         if self._driver.survival is not None and self._driver.survival.joining:
             return False  # the others are further: it takes over the state of one of them
-        return state.load(self, Path(folder), also or {})
+        self._agree({"load(): resize": resize})
+        return state.load(self, Path(folder), also or {}, resize)
+
+    def export(self, folder: Path | str) -> None:
+        """The averaged model, as ``from_pretrained`` loads it: what the module's own ``save_pretrained`` writes, with this state; without
+        one, ``model.safetensors``. All workers call it, and it returns when the first of them has written."""
+        checks.refuse_moment(self, "export()", averaged=True, busy=True)
+        state.export(self, Path(folder))
 
     def close(self) -> None:
         """This worker takes no part any more: its threads and connections are given back, and the others go on without it under
@@ -353,6 +373,8 @@ class DecentralizedDataParallel(Wrapper):
         self._warned, self.is_copy = True, True
         if self._exchange is not None:
             self._exchange.drop()
+        if (problem := self._writer.finish()) is not None:
+            raise problem
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecentralizedDataParallel:
         """The model, but not its place among the workers: for an EMA, or a frozen target network."""

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gossamer.checkpoints import shards, worker
+from gossamer.checkpoints import checkpoint, resized, shards, snapshot, worker
 from gossamer.checkpoints.checkpoint import Unreadable
+from gossamer.checkpoints.resized import Resize
 from gossamer.checkpoints.snapshot import Layout, Snapshot
 from gossamer.errors import GossamerError
 from gossamer.members.changes import Survival
 from gossamer.members.store import Seat
 from gossamer.methods import ALL_REDUCE
-from gossamer.rows.block import Block
+from gossamer.rows.block import Block, local_buffers
+from gossamer.schedules import rebuilt, schedule
 from gossamer.transport.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -26,35 +29,160 @@ if TYPE_CHECKING:
 
 
 def save(model: DecentralizedDataParallel, folder: Path, also: Mapping[str, Any]) -> None:
-    exchange, parts = model._exchange, capture(model, also)
+    problem, parts = model._writer.finish(), capture(model, also)
     with model.consensus():
         averaged = {name: t.clone() for name, t in model.state_dict().items() if isinstance(t, Tensor)}
     while True:
         members = model.members
         place = members.index(model.rank)
-        shards.write(folder, model.steps, place, len(members), parts, _whole_setup(model), None if place else averaged)
-        if exchange is not None:
-            exchange.gather(torch.zeros(1), "save()")
+        if problem is None:
+            try:
+                shards.write(folder, model.steps, place, len(members), parts, _whole_setup(model), None if place else averaged)
+            except GossamerError as error:
+                problem = error
+        _together(model, problem)
         if model.members == members:
             break  # otherwise a worker died meanwhile, and there would be no whole set of files
     shards.prune(folder, model.steps)
 
 
-def load(model: DecentralizedDataParallel, folder: Path, also: Mapping[str, Any]) -> bool:
-    model._driver.adopt()  # what was trained there may be trained here since the last step
+def save_in_background(model: DecentralizedDataParallel, folder: Path, also: Mapping[str, Any]) -> None:
+    writer, driver = model._writer, model._driver
+    problem, before = writer.finish(), model._written
+    if (fault := driver.fault()) is not None:
+        if driver.survival is not None:
+            driver.survival.leave(fault)  # the others save theirs
+            return
+        problem = problem or GossamerError(f"save(): {fault.describe(model.rank)}; a checkpoint from before may help")
+    parts = capture(model, also)
+    _together(model, problem)
+    members = model.members
+    if before is not None and before[1:] == (folder, members):  # it is whole: all that were in it have got here
+        shards.prune(folder, before[0])
+    shards.write_later(writer, folder, model.steps, members.index(model.rank), len(members), parts, _whole_setup(model))
+    model._written = model.steps, folder, members
+
+
+def export(model: DecentralizedDataParallel, folder: Path) -> None:
+    problem, copies = None, {}
+    with model.consensus():
+        if model.leads:
+            tensors = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
+            # Each with memory of its own, but tied ones tied: savers look at that.
+            copies = {(t.data_ptr(), t.shape): t.detach().clone() for t in tensors.values()}
+            own = {name: copies[t.data_ptr(), t.shape] for name, t in tensors.items()}
+            try:
+                _write_model(model._bare(), folder, own)
+            except Exception as error:  # a person's own save_pretrained may raise anything
+                problem = GossamerError(f"export(): the model can't be written to {folder}: {' '.join(str(error).split())}")
+        _together(model, problem)
+
+
+def _write_model(bare: nn.Module, folder: Path, tensors: dict[str, Tensor]) -> None:
+    save: Any = getattr(bare, "save_pretrained", None)
+    if save is None:
+        checkpoint.write(folder / "model.safetensors", tensors, {"format": "pt"})
+    elif "state_dict" in inspect.signature(save).parameters:
+        save(folder, state_dict=tensors)
+    else:
+        save(folder)
+
+
+def _together(model: DecentralizedDataParallel, problem: GossamerError | None) -> None:
+    """If one worker could not save, all say so: there is no whole set of files. (Under ``gossamer launch`` the others go on without it.)"""
+    exchange = model._exchange
+    if problem is not None and (exchange is None or model._driver.survival is not None):
+        raise problem
+    if exchange is None:
+        return
+    failed = exchange.gather(torch.tensor([float(problem is not None)]), "save()").flatten().tolist()
+    if problem is not None:
+        raise problem
+    if any(failed):
+        ranks = ", ".join(str(rank) for rank, bad in zip(model.members, failed, strict=True) if bad)
+        raise GossamerError(f"what rank {ranks} saves was not written (that worker says why); what was there before is kept")
+
+
+def load(model: DecentralizedDataParallel, folder: Path, also: Mapping[str, Any], resize: Resize = "refuse") -> bool:
+    driver = model._driver
+    driver.adopt()  # what was trained there may be trained here since the last step
+
+    def fits(found: Snapshot, where: str) -> None:
+        worker.check(_relaid(model, found.parts, where), where, model._bare(), driver.optimizers, also, driver.now)
 
     def check(found: Snapshot, where: str) -> None:
-        worker.check(
-            _relaid(model, found.parts, where), where, model._bare(), model._driver.optimizers, also, model._driver.now
-        )
+        snapshot.refuse_other(found, _setup_of(model, found.setup), layout(model), where)
+        fits(found, where)
 
-    found = shards.load(folder, _whole_setup(model), model._exchange, layout(model), model._flat.device, check)
-    if found is None:
-        return False
+    exchange, device = model._exchange, model._flat.device
+    several = None
+    if resize != "refuse":
+        place, local = exchange.rank if exchange else 0, local_buffers(model._bare())
+
+        def rows(size: int) -> list[int]:
+            return [*range(size)] if resize == "average" else [place % size]
+
+        def merge(snapshots: Iterable[Snapshot], paths: Sequence[Path]) -> Snapshot:
+            return resized.mean(snapshots, paths, place % len(paths), local) if resize == "average" else next(iter(snapshots))
+
+        several = resized.load(folder, exchange, layout(model), rows, merge, check, device)
+    if several is not None:
+        found, size = several
+    else:
+        one, size = shards.load(folder, _whole_setup(model), exchange, layout(model), device, fits), model.size
+        if one is None:
+            return False
+        found = one
+    said = "" if size == model.size else _resize(model, found, size, resize)
     restore(model, found.parts, f"the checkpoint in {folder}", also)
-    model._driver.steps = found.step
-    model._driver.reset()
+    driver.steps = found.step
+    driver.reset()
+    if said:
+        driver.members_moved = True
+        if model.leads:
+            print(f"gossamer: {said}", flush=True)
     return True
+
+
+def _setup_of(model: DecentralizedDataParallel, there: Mapping[str, Any]) -> dict[str, str]:
+    """What a checkpoint of any number of workers must have: the same graph, or one that does not exist for the number of now."""
+    here, graph = _whole_setup(model), str(there.get("graph"))
+    if there.get("workers") == here["workers"]:
+        return here
+    here["workers"] = there.get("workers", "")
+    if ALL_REDUCE not in (graph, here["graph"]):
+        try:
+            same = schedule(graph, int(here["workers"])).sized(model.schedule.n).describe() == here["graph"]
+        except GossamerError:
+            same = not model.schedule.watches  # what was learnt about another graph is of no use
+        here["graph"] = graph if same else here["graph"]
+    return here
+
+
+def _resize(model: DecentralizedDataParallel, found: Snapshot, size: int, how: Resize) -> str:
+    """What depends on the number of workers begins anew: means that all knew, and the graph. Returns what to say about it."""
+    planned, part = model.schedule, model._driver.now.part
+    before, _ = rebuilt(planned, size)
+    before.load_state_dict(found.parts["schedule"])
+    after, _ = rebuilt(planned, planned.n, before)
+    if how == "average":
+        rows = "the mean of all parameters and of the optimizer's state"
+    elif size > model.size:
+        rows = f"the row of the same number ({size - model.size} {'is' if size == model.size + 1 else 'are'} dropped)"
+    else:
+        rows = f"the row of its number modulo {size}"
+    own = (
+        f"; the state of method {model.method.name!r} comes with it, and what depends on its neighbours begins anew"
+        if part
+        else ""
+    )
+    now, then = planned.describe(), str(found.setup["graph"])
+    graph = f"; the graph was {then} and is {now}" if ALL_REDUCE != then != now else ""
+    said = f"step {found.step} of {size} workers goes on with {model.size}: each takes over {rows}{own}{graph}"
+    after.changes = before.changes
+    after.note(found.step, f"{now} over {model.size}", said)
+    found.parts.update(schedule=after.state_dict(), means=[])
+    return said
 
 
 def capture(model: DecentralizedDataParallel, also: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,128 @@
+"""``save(…, background=True)``."""
+
+import signal
+import subprocess
+import sys
+import time
+import warnings
+
+import pytest
+import safetensors.torch
+import torch
+
+import gossamer
+from gossamer import GossamerError
+from gossamer.checkpoints import averaged
+from tests import workers
+from tests.pool import on_workers
+from tests.world import close, flat, norm, train
+
+DRIVER = """
+import sys, time, torch, gossamer
+from gossamer.checkpoints import checkpoint
+folder, pieces = sys.argv[1], checkpoint._pieces
+torch.manual_seed(0)
+model = gossamer.DecentralizedDataParallel(torch.nn.Linear(1000, 600))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model.gossip(optimizer)
+def step():
+    model(torch.randn(2, 1000)).sum().backward()
+    optimizer.step()
+step()
+model.save(folder, background=True)
+step()
+def slow(*of):  # a disk that takes half a second
+    for piece in pieces(*of):
+        time.sleep(0.15)
+        yield piece
+model._writer.finish()
+checkpoint._pieces = slow
+model.save(folder, background=True)
+print("saving", flush=True)
+while True:
+    step()
+"""
+
+
+def make(world):
+    model = world.model(norm(), "one-peer-exponential")
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    model.gossip(optimizer)
+    return model, optimizer
+
+
+@on_workers(1, 2)
+def test_the_file_is_that_of_the_step_though_training_goes_on(world):
+    model, optimizer = make(world)
+    for step in (0, 2, 4, 6):
+        train(world, model, optimizer, 2, step)
+        model.save(world.folder / "at-once")
+        model.save(world.folder / "later", background=True)
+    train(world, model, optimizer, 3, 8)
+    model.close()
+    world.gather(torch.zeros(1))
+    paths = sorted((world.folder / "at-once").glob("*.ckpt"))
+    assert len(paths) == 2 * world.size
+    for path in paths:
+        assert path.read_bytes() == (world.folder / "later" / path.name).read_bytes(), path
+    # One step more than at once: its last save has not heard yet that all have written.
+    assert len(list((world.folder / "later").glob("*.ckpt"))) == 3 * world.size
+    mean = safetensors.torch.load_file(world.folder / "at-once" / "averaged.safetensors")
+    for name, t in averaged(world.folder / "later").items():
+        close(t, mean[name], 1e-6)
+    again, _ = make(world)
+    assert again.load(world.folder / "later")
+    assert again.steps == 8
+
+
+@on_workers(2)
+def test_an_error_of_the_writer_is_one_of_the_next_save_and_of_close(world):
+    model, optimizer = make(world)
+    train(world, model, optimizer, 1)
+    for step in (1, 2, 3):
+        if world.rank == 1 and step < 3:  # its file can't have its name
+            (world.folder / f"step-{step:09d}.rank-1-of-2.ckpt" / "x").mkdir(parents=True)
+        world.gather(torch.zeros(1))
+        if step in (2, 3):
+            why = "the checkpoint .*rank-1-of-2.ckpt can't be written" if world.rank else "what rank 1 saves was not written"
+            with pytest.raises(GossamerError, match=why):
+                model.save(world.folder, background=step == 2)
+        model.save(world.folder, background=True)
+        train(world, model, optimizer, 1, step)
+    model._writer.start(lambda: (_ for _ in ()).throw(OSError("no disk")))
+    with pytest.raises(GossamerError, match="can't be written: no disk"):
+        model.close()
+
+
+@on_workers(2)
+def test_parameters_that_are_not_finite_are_not_saved(world):
+    model, optimizer = make(world)
+    train(world, model, optimizer, 1)
+    if world.rank:
+        with torch.no_grad():
+            model.out.bias.fill_(float("nan"))
+    with pytest.raises(GossamerError, match="'out.bias' is not finite" if world.rank else "what rank 1 saves was not written"):
+        model.save(world.folder, background=True)
+    assert not list(world.folder.glob("*.ckpt"))
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_a_kill_leaves_the_old_file_and_ctrl_c_finishes_the_new_one(end, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, tmp_path], env=workers.environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert process.stdout.readline() == b"saving\n"
+    deadline = time.monotonic() + 20
+    while not list(tmp_path.glob("step-000000002.*.tmp")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(end)
+    assert process.wait(30) != 0
+    model = gossamer.DecentralizedDataParallel(torch.nn.Linear(1000, 600))
+    before = flat(model).clone()
+    model.gossip(torch.optim.SGD(model.parameters(), 0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model.load(tmp_path)
+    assert model.steps == (1 if end is signal.SIGKILL else 2)
+    assert not torch.equal(flat(model), before)
+    model.close()
