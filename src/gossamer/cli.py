@@ -66,7 +66,7 @@ def bench_command(
     ],
     changes: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]…", help="Keys of the spec with other values.", show_default=False),
+        typer.Argument(metavar="KEY=VALUE", help="Keys of the spec with other values.", show_default=False),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Where results go. (default: runs/NAME)", show_default=False)] = None,
     jobs: Annotated[
