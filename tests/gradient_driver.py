@@ -1,6 +1,6 @@
 """A worker for test_gradient_survival.py, under ``gossamer launch``: gradients are averaged, and each step's parameters are written down.
 
-python -m tests.gradient_driver OUT
+python -m tests.gradient_driver OUT METHOD
 """
 
 import hashlib
@@ -17,14 +17,14 @@ from torch import nn
 from gossamer import DecentralizedDataParallel
 
 
-def main(out):
+def main(out, method):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 10), nn.LayerNorm(10))
     module[2].bfloat16()  # a second row
-    model = DecentralizedDataParallel(Rows(module), "all-reduce", timeout=60)
+    model = DecentralizedDataParallel(Rows(module), method, timeout=60)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model.gossip(optimizer)
     name = out / f"rank-{rank}.{os.getpid()}"
@@ -59,4 +59,4 @@ class Rows(nn.Module):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

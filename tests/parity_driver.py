@@ -27,6 +27,17 @@ KINDS = (
     "hierarchical:per_node=2",
 )
 EAGER = "ada-auto:tolerance=0.65"  # changes its mind in few steps
+# Codes are added up one after the other, in the order of replicas: so here not one of them differs.
+OUTER = (
+    "local:H=4,moments=mean",
+    "local:H=4,delay=3,wire=4bits",
+    "diloco:H=4,delay=2",
+    "diloco:H=4,wire=8bits,moments=reset",
+    "slowmo:H=4,wire=bfloat16",
+    "noloco:H=4,delay=2",
+    "all-reduce:wire=8bits",
+    "all-reduce:wire=4bits,feedback=true",
+)
 MORE = ("lattice:k=4", "exponential", "base:k=2", "ada")
 
 
@@ -55,6 +66,9 @@ def cases():
         yield f"double {name}, {graph}", exact, replace(plain, algorithm=name, optimizer=recipe), graph
         # What differs in the last digit may be rounded to another code, once in a while; so 8 bits are held to less.
     yield "double qgm + pga + merge, ring", exact, replace(plain, algorithm="qgm + pga + merge"), "ring"
+    adam = replace(plain, optimizer=Recipe("adam", 0.01))
+    for rule in OUTER:
+        yield f"double {rule}", exact, replace(adam, algorithm=rule), "complete"
     norm = task(Cnn)
     for algorithm in ("dsgd-awc", "dsgd-atc", "allreduce", "atc + merge"):
         yield f"float {algorithm} BatchNorm, ring", norm, replace(base, algorithm=algorithm), "ring"

@@ -4,14 +4,16 @@ import os
 import signal
 import time
 
+import pytest
+
 from tests.test_survival import Campaign, started
 
 N = 4
 
 
 class Job(Campaign):
-    def __init__(self, folder, *launch):
-        self.start(folder, N, launch, ["-m", "tests.gradient_driver", str(folder)])
+    def __init__(self, folder, *launch, method="all-reduce"):
+        self.start(folder, N, launch, ["-m", "tests.gradient_driver", str(folder), method])
 
     def together(self):
         """All take part in the same step."""
@@ -43,8 +45,9 @@ def equal_in_every_step(folder):
     return sum(len(names) > 1 for hashes in seen.values() for names in hashes.values())
 
 
-def test_after_kills_and_returns_all_replicas_are_the_same(tmp_path):
-    with Job(tmp_path, "--restart", "9") as job:
+@pytest.mark.parametrize("method", ["all-reduce", "all-reduce:wire=8bits,feedback=true"])
+def test_after_kills_and_returns_all_replicas_are_the_same(method, tmp_path):
+    with Job(tmp_path, "--restart", "9", method=method) as job:
         started(job, N)
         job.together()
         for ranks in ([2], [0], [1, 3]):

@@ -58,7 +58,7 @@ def plain(rows, wire, step):
     for part in (columns(len(out), n, k, codec.SPAN) for k in range(n)):
         if part.stop > part.start:
             seen = [rounded(row[part], codec.turn(step, k)) for k, row in enumerate(rows)]
-            out[part] = rounded(sum(seen[1:], seen[0]) / n, codec.turn(step, n))
+            out[part] = rounded(sum(seen[1:], seen[0]) / n, codec.turn(step, -1))
     return out
 
 

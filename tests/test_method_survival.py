@@ -61,6 +61,19 @@ def qgm(rows, before, w):
     assert np.allclose(m, 0.9 * m_before + 0.1 * moved, atol=1e-8)
 
 
+def alike(rows, before, w):
+    """All outer steps begin at the same point, to the bit: a worker that died in the middle of an exchange costs its own share only."""
+    anchor = column(rows, "anchor")
+    assert (anchor == anchor[0]).all()
+
+
+def follows_pairs(rows, before, w):
+    assert np.isfinite(column(rows, "anchor")).all()
+    assert (
+        np.abs(column(rows, "anchor") - column(rows, "anchor").mean(0)).max() < 3
+    )  # targets differ by 1 from worker to worker
+
+
 @pytest.mark.parametrize(
     ("method", "graph", "invariant"),
     [
@@ -68,6 +81,8 @@ def qgm(rows, before, w):
         ("choco", "ring", choco),
         ("push-sum:wire=8bits", "directed-random", push_sum),  # its weights are those of plain push-sum
         ("qgm", "ring", qgm),
+        ("diloco:H=4,delay=3,wire=8bits", "complete", alike),
+        ("noloco:H=4,delay=3", "complete", follows_pairs),
     ],
 )
 def test_after_a_death_and_a_return_the_invariant_is_whole(method, graph, invariant, tmp_path):

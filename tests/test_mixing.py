@@ -11,6 +11,7 @@ from gossamer.graphs.rounds import Groups, Mean, Permutation, Window
 from gossamer.rows.block import Block
 from gossamer.rows.mixing import mix, reference
 from gossamer.rows.vector import Gradients, Parameters
+from gossamer.transport.agreed import AgreedMean
 from gossamer.transport.mixer import Mixer
 from tests.test_graphs import ANY_N, applicable
 
@@ -95,5 +96,5 @@ def test_mixer_swaps_the_mixed_rows_in():
     transfer.into(x)
     assert block.x[:, 0].tolist() == [1.5] * 4
     grad = Gradients([block])
-    mixer.start(Mean(4), 0, grad, alike=True).into(grad)
+    AgreedMean(mixer, [grad]).into(grad)
     assert block.grad.abs().sum() == 0

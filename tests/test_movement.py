@@ -99,7 +99,7 @@ def test_the_mean_movement_is_what_the_reference_says(n, columns, seed):
     parts = []
     for k, some in enumerate(codes.split(2 * codec.UNIT, dim=1)):
         out = torch.empty(some.shape[1], dtype=torch.uint8)
-        mean_of_codes(some, n, some.shape[1] // codec.UNIT * codec.SPAN, out, 5, 2 * k)
+        mean_of_codes(some, n, out, 5, 2 * k)
         parts.append(out)
     back = torch.empty(columns)
     codec.decode(torch.cat(parts), back)

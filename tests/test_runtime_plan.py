@@ -76,6 +76,37 @@ def test_advice_follows_the_network_and_nothing_else():
     assert planning.plan(fast, work).choice == "ddp"
 
 
+@pytest.mark.parametrize(
+    "methods",
+    [
+        ("periodic:every=128",),
+        ("one-peer-exponential", "one-peer-exponential, H=4"),
+        ("all-reduce, 8bits", "local:H=8,delay=4", "diloco:H=32,delay=8,wire=4bits", "noloco:H=8"),
+    ],
+)
+def test_local_steps_are_named_with_what_they_cost_and_never_chosen(methods):
+    made = planned("office-1g", "124M", *methods)
+    assert made.row(made.choice).every == 1
+    assert re.search(r"The fastest that trains as DDP does: \S+, [\d.]+ m?s per iteration", made.advice)
+    assert re.search(
+        r"if you accept a loss of quality \(\+\d+% in perplexity for .*in studies/specs/outer.toml.*one seed.*\): ", made.advice
+    )
+
+
+def test_what_runs_under_the_next_steps_costs_no_time_and_bytes_are_those_of_the_codes():
+    """124 M parameters on 8 workers: the exchange takes as long as about 30 steps."""
+    now, later, fewer, pairs = (
+        planned("office-1g", "124M", rule).rows[1]
+        for rule in ("diloco:H=64", "diloco:H=64,delay=40", "diloco:H=64,wire=4bits", "noloco:H=64")
+    )
+    size = 4 * 124e6 / 64
+    assert [row.sent for row in (now, later, fewer, pairs)] == pytest.approx(
+        [1.75 * size, 1.75 * size, 1.75 * 33 / 256 * size, size], rel=0.01
+    )
+    assert later.utilization > 0.95 > 0.8 > now.utilization
+    assert all(row.every == 64 for row in (now, later, fewer, pairs))
+
+
 def test_stragglers_are_a_reason_too():
     made = clusters.build(
         {

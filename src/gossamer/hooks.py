@@ -24,6 +24,7 @@ from torch import Tensor
 
 from gossamer.errors import GossamerError
 from gossamer.rows import codec
+from gossamer.rows.movement import mean_of_codes
 from gossamer.rows.wires import WIRES, Wire
 from gossamer.transport.routes import columns
 
@@ -113,25 +114,20 @@ def _average(state: HookState, index: int, step: int, row: Tensor, wire: Wire) -
         return row
     owned = [columns(len(row), size, k, codec.SPAN) for k in range(size)]
     numbers = row.float() if row.dtype != torch.float32 else row
-    lost = _lost(state, index, numbers, owned[rank])
+    lost = _lost(state, index, numbers, wire.width(len(numbers[owned[rank]])) // wire.unit * wire.span)
     if lost is not None:
         numbers = numbers.add_(lost.own)
     codes = [_encoded(numbers[part], wire, codec.turn(step, rank)) for part in owned]
     arrived = _exchange(state, codes, [codes[rank].numel()] * size)
-    mean, other = torch.zeros_like(numbers[owned[rank]]), torch.empty_like(numbers[owned[rank]])
-    for code in arrived:
-        mean.add_(_decoded(code, other, wire))
-    mean.div_(size)
     if lost is not None:
-        mean.add_(lost.mean)
         for part, code in zip(owned, codes, strict=True):
             _decoded(code, lost.own[part], wire)
         torch.sub(numbers, lost.own, out=lost.own).nan_to_num_(0.0, 0.0, 0.0)
-    made = _encoded(mean, wire, codec.turn(step, size))
+    made = torch.empty_like(codes[rank])
+    if made.numel():
+        mean_of_codes(arrived, size, made, step, wire=wire, lost=None if lost is None else lost.mean)
     for part, code in zip(owned, _exchange(state, [made] * size, [code.numel() for code in codes]), strict=True):
         _decoded(code, row[part], wire)
-    if lost is not None:
-        torch.sub(mean, row[owned[rank]], out=lost.mean).nan_to_num_(0.0, 0.0, 0.0)
     return row
 
 
@@ -157,11 +153,12 @@ def _exchange(state: HookState, codes: Sequence[Tensor], sizes: Sequence[int]) -
     return received.split(list(sizes))
 
 
-def _lost(state: HookState, index: int, numbers: Tensor, mine: slice) -> Lost | None:
-    """DDP makes its buckets anew after the first step; then nothing is known of them."""
+def _lost(state: HookState, index: int, numbers: Tensor, mine: int) -> Lost | None:
+    """``mine``: numbers of the mean that this worker makes, in whole spans. DDP makes its buckets anew after the first step; then nothing
+    is known of them."""
     if not state.error_feedback:
         return None
     lost = state.lost.get(index)
     if lost is None or lost.own.shape != numbers.shape:
-        lost = state.lost[index] = Lost(torch.zeros_like(numbers), torch.zeros_like(numbers[mine]))
+        lost = state.lost[index] = Lost(torch.zeros_like(numbers), numbers.new_zeros(mine))
     return lost

@@ -91,17 +91,15 @@ class Trainer:
         if settings.epochs < 1:
             raise GossamerError(f"epochs={settings.epochs}: at least one epoch is needed")
         how = Averaging.of(graph, settings.algorithm, settings.wire, settings.local_steps)
-        if how.averages_gradients and settings.init == "different":
-            raise GossamerError(
-                f"{settings.algorithm} averages gradients, so replicas must start the same; init='different' can't work"
-            )
+        if settings.init == "different" and (why := how.starts_alike):
+            raise GossamerError(f"{settings.algorithm} {why}, so replicas must start the same; init='different' can't work")
         self.task, self.settings = task, settings
         self.step = 0  # steps done
         self.device = torch.device(settings.device)
         self.on_profile, self.on_epoch, self.on_step = on_profile, on_epoch, on_step
         self.schedule = schedule(how.graph, n)
         how.refuse(self.schedule)
-        self.method, self._every = how.rule(self.schedule, settings.algorithm), how.every
+        self.method, self._every, self._wire = how.rule(self.schedule, settings.algorithm), how.every, how.wire
         if settings.outages:
             if exchange is not None:
                 raise GossamerError("failures: workers can leave and come back in one process only; run this without torchrun")
@@ -120,7 +118,8 @@ class Trainer:
         )
         self.optimizer = BlockOptimizer(settings.optimizer, self.replicas)
         x = Parameters(self.replicas.blocks, in_place=False)
-        self.now = Step(self.mixer, x, Gradients(self.replicas.blocks), self._look, self._share_momentum)
+        grad, states = Gradients(self.replicas.blocks), self.optimizer.states
+        self.now = Step(self.mixer, x, grad, self._look, self._share_momentum, states)
         self.method.begin(self.now)
         self._graph: str | None = None  # of the last step
         self.method.refuse(self.schedule.first(), self.optimizer.optimizers)
@@ -184,7 +183,7 @@ class Trainer:
         graph = self.schedule.graph(t, epoch, self.settings.epochs, self.signals)
         now, rule = self.now, self.method
         now.t, now.lr = t, self.learning_rate.at(t, self.steps, len(self.members))
-        now.graph, now.round = graph, graph.round(t, self._every)
+        now.graph, now.round, now.optimizers = graph, graph.round(t, self._every), self.optimizer.optimizers
         self._notice(graph)
         self.optimizer.set_lr(now.lr)
         rule.before_forward(now)
@@ -249,7 +248,7 @@ class Trainer:
         self.members = members
 
     def _new_mixer(self, n: int) -> Mixer:
-        mixer = Mixer(n, self.exchange, self.settings.wire)
+        mixer = Mixer(n, self.exchange, self._wire)
         if self.schedule.watches and n > 1:
             mixer.probe = Probe(self.exchange, lambda: self.now.lr, self.schedule.learnt)
         return mixer

@@ -13,8 +13,17 @@ LR, MOMENTUM, STEPS = 0.1, 0.9, 12
 NAMES = [name for name in sorted(METHODS.makers) if not method(name).does("merge")]  # a merge is average_() here: see below
 
 
+OUTER = [
+    "diloco:H=3,delay=1",
+    "local:H=3,moments=mean",
+    "noloco:H=3,delay=2",
+    "slowmo:H=4 in bfloat16",
+    "all-reduce in bfloat16",
+]
+
+
 @on_workers(4)
-@pytest.mark.parametrize("name", [*NAMES, "atc in bfloat16", "push-sum in bfloat16", "choco over hosts"])
+@pytest.mark.parametrize("name", [*NAMES, *OUTER, "atc in bfloat16", "push-sum in bfloat16", "choco over hosts"])
 def test_the_library_and_the_trainer_give_the_same_parameters(world, name):
     generator = torch.Generator().manual_seed(3)
     data = torch.randn(64, 6, generator=generator).double(), torch.randint(3, (64,), generator=generator)

@@ -155,7 +155,7 @@ def _search(spec: Spec) -> SearchPart:
 
 
 def _algorithm(spec: Spec, method: MethodPart) -> str:
-    return "all-reduce" if method.centralized else method.algorithm or spec.algorithm
+    return method.rule(spec.algorithm)
 
 
 def _has_option(spec: Spec, method: MethodPart, option: str | None) -> bool:

@@ -16,13 +16,16 @@ from gossamer.dbench import failures as failing
 from gossamer.dbench.failures import NONE, EventPart, FailuresPart
 from gossamer.errors import GossamerError
 from gossamer.members.outages import Outage
-from gossamer.methods import Averaging
+from gossamer.methods import METHODS, Averaging
+from gossamer.methods import known as known_method
 from gossamer.methods import method as parse_method
 from gossamer.optim import Recipe
 from gossamer.optim.learning_rates import Constant, InverseSqrt, LearningRate, Scaling, Shape, StepDecay, WarmupCosine
 from gossamer.rows.backends import Backend
 from gossamer.rows.batch_norm import BatchNorm
+from gossamer.rows.wires import OF_MEANS, wire
 from gossamer.schedules import schedule
+from gossamer.spelling import plain_name
 from gossamer.toml_files import Part, Shelf, changed, explain, parsed
 from gossamer.trainer import Settings
 
@@ -35,7 +38,7 @@ def _optimizer(name: str) -> str:
 
 
 def _wire(name: str) -> str:
-    return Averaging("complete", wire=name).wire
+    return wire(name, OF_MEANS).name
 
 
 def _backend(name: str) -> str:
@@ -180,17 +183,22 @@ class MethodPart(Part):
     def centralized(self) -> bool:
         return self.name == CENTRALIZED if self.algorithm is None else parse_method(self.algorithm).averages == "gradients"
 
+    def rule(self, common: str) -> str:
+        """The algorithm. ``common``: that of the other methods."""
+        return self.algorithm or ("allreduce" if self.centralized else common)
+
     @property
     def topology(self) -> str:
         return "complete" if self.centralized else self.graph or self.name
 
 
 def _named(text: str) -> dict[str, Any]:
-    if ", " not in text:
+    rule = METHODS.makers.get(known_method(plain_name(text)))
+    if ", " not in text and (text == CENTRALIZED or rule is None or not rule.graphless):  # type: ignore[attr-defined]
         return {"name": text}
     how = Averaging.parse(text)
-    rule = {"algorithm": how.method.describe()} if how.method is not None else {}
-    return {"name": text, "graph": how.graph, "wire": how.wire, "local_steps": how.every} | rule
+    algorithm = {"algorithm": how.method.describe()} if how.method is not None else {}
+    return {"name": text, "graph": how.graph, "wire": how.wire, "local_steps": how.every} | algorithm
 
 
 @dataclass(frozen=True)
@@ -286,6 +294,7 @@ class Spec(Part):
             for n in self.replicas:
                 try:
                     schedule(method.topology, n)
+                    Averaging.of(method.topology, method.rule(self.algorithm), method.wire, method.local_steps)
                 except GossamerError as error:
                     impossible.append(f"method {method.name!r} with replicas={n} is impossible ({error})")
         if impossible:
@@ -299,7 +308,7 @@ class Spec(Part):
             replicas=cell.replicas,
             epochs=self.task.epochs,
             batch=self.task.batch,
-            algorithm="allreduce" if method.centralized else method.algorithm or self.algorithm,
+            algorithm=method.rule(self.algorithm),
             optimizer=Recipe(
                 method.optimizer or common.name, lr, common.options | method.options, common.clip, common.spare_norms
             ),

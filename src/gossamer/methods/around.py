@@ -30,6 +30,8 @@ class Around(Method):
     optimizer = property(lambda self: self.around.optimizer)
     rows = property(lambda self: self.around.rows)
     own_wire = property(lambda self: self.around.own_wire)
+    graphless = property(lambda self: self.around.graphless)
+    alike = property(lambda self: self.around.alike)
     inner = property(lambda self: self.around.inner)
 
     def does(self, moment: str) -> bool:

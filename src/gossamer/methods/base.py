@@ -36,6 +36,8 @@ class Method:
     own_wire: ClassVar[bool] = False  # whether rows travel as its option ``wire`` says, whatever the driver was told
     one_rate: ClassVar[bool] = False  # whether it divides by the learning rate, so that all parameter groups need the same
     plainly: ClassVar[bool] = False  # whether ``after_update`` does nothing to x but x <- W x
+    graphless: ClassVar[bool] = False  # whether it averages over all replicas, or with peers that it chooses itself
+    alike: ClassVar[bool] = False  # whether some of its own state is the same on all replicas, to the bit
     shares_momentum: ClassVar[bool] = False  # whether it calls ``Step.share_momentum``
     by_name: ClassVar[bool] = True  # whether a person may ask for it by its name
 
@@ -84,8 +86,10 @@ class Method:
                 f"method {self.name!r} needs a graph that keeps the mean (columns of W sum to 1), and {graph.name!r} does not; use a named "
                 "graph such as ring or one-peer-exponential, or from_networkx"
             )
-        if self.static and graph.period > 1:
-            return f"method {self.name!r} needs the same W in every step, and {graph.name!r} has {graph.period}; use ring or exponential"
+        if self.static and graph.period > (cycle := getattr(self, "cycle", 1)):
+            also = f", or {self.name}:cycle={graph.period}" if hasattr(self, "cycle") else ""
+            needs = "needs the same W in every step" if cycle == 1 else f"keeps copies for {cycle} W in turn"
+            return f"method {self.name!r} {needs}, and {graph.name!r} has {graph.period}; use ring or exponential{also}"
         for optimizer in optimizers if self.optimizer == "plain SGD" else ():
             groups = optimizer.param_groups
             extra = [key for key in ("momentum", "maximize") if any(group.get(key) for group in groups)]

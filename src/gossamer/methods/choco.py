@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from gossamer.errors import GossamerError
 from gossamer.methods.base import Method
 from gossamer.methods.step import Step
 from gossamer.rows.vector import Vector
@@ -21,6 +22,8 @@ class Choco(Method):
     - ``order``: ``a`` as above (ICML 2019). ``b`` (ICLR 2020): x <- x + γ (W x̂ - x̂) first, and then q is sent, so x̂ is that of the
       step before; with ``wire=float32`` and 1 this is ``awc``.
     - ``p``: rows travel in every p-th step.
+    - ``cycle``: for graphs with so many W in turn, such as one-peer-exponential. A pair of copies for each of them is kept, because each W
+      has other neighbours.
     """
 
     name, sums, static, own_wire = "choco", "both", True, True
@@ -29,9 +32,15 @@ class Choco(Method):
     wire: WireName = "8bits"
     order: Literal["a", "b"] = "a"
     p: int = 1
+    cycle: int = 1
 
     def __post_init__(self) -> None:
         self.within("p", "[1, inf)")
+        self.within("cycle", "[1, inf)")
+        if self.cycle > 1 and (self.p > 1 or self.order == "b"):
+            raise GossamerError(
+                f"method {self.name!r}: cycle={self.cycle} is for order=a and p=1: else copies of some W would be old, or never used"
+            )
         self.within("gamma", "(0, 1]")
 
     @property
@@ -39,21 +48,23 @@ class Choco(Method):
         return self.bears.get(self.wire, 0.8) if self.gamma is None else self.gamma
 
     def state(self, like: Vector) -> dict[str, Vector]:
-        return {"copy": like.zeros(), "mixed": like.zeros()}
+        return {f"{name}{_nth(k)}": like.zeros() for k in range(self.cycle) for name in ("copy", "mixed")}
 
     def after_update(self, s: Step) -> None:
         if (s.t + 1) % self.p:
             s.look()
             return
+        k = _nth(s.t % s.graph.period)
+        copy, mixed = s.state[f"copy{k}"], s.state[f"mixed{k}"]
         if self.order == "b":
-            self.combine(s, s.state["mixed"] - s.state["copy"])
-        sent = s.mix(s.x - s.state["copy"], wire=WIRES[self.wire])
+            self.combine(s, mixed - copy)
+        sent = s.mix(s.x - copy, wire=WIRES[self.wire])
         s.look()
-        s.state["mixed"].add_(sent.arrived[0])
-        s.state["copy"].add_(sent.own[0])
+        mixed.add_(sent.arrived[0])
+        copy.add_(sent.own[0])
         sent.end()
         if self.order == "a":
-            self.combine(s, s.state["mixed"] - s.state["copy"])
+            self.combine(s, mixed - copy)
 
     def combine(self, s: Step, apart: Vector) -> None:
         """``apart``: W x̂ - x̂."""
@@ -61,5 +72,10 @@ class Choco(Method):
 
     def members_changed(self, s: Step) -> None:
         """Newcomers were sent nothing, so all begin anew."""
-        s.state["copy"].zero_()
-        s.state["mixed"].zero_()
+        for k in map(_nth, range(self.cycle)):
+            s.state[f"copy{k}"].zero_()
+            s.state[f"mixed{k}"].zero_()
+
+
+def _nth(k: int) -> str:
+    return f".{k}" if k else ""

@@ -74,6 +74,6 @@ class ConsensusControl(Around):
         return math.sqrt(float(square.tensors[0][0]))
 
     def check(self, graph: Graph, optimizers: Sequence[torch.optim.Optimizer] = ()) -> str | None:
-        if self.averages == "gradients" or self.sums == "columns":
+        if self.graphless or self.sums == "columns":
             return f"method 'control' brings parameters together by averaging them, which {self.around.name!r} does not do; leave it out"
         return self.around.check(graph, optimizers)

@@ -31,6 +31,6 @@ class PeriodicMean(Around):
     def check(self, graph: Graph, optimizers: Sequence[torch.optim.Optimizer] = ()) -> str | None:
         if self.around.static and graph.name != "complete":
             return f"method 'pga' changes W now and then, and {self.around.name!r} needs the same W in every step; use it without pga"
-        if self.averages == "gradients" or getattr(self.around, "p", 1) > 1:
+        if self.graphless or getattr(self.around, "p", 1) > 1:
             return f"method 'pga' chooses steps of its own, and {self.around.describe()!r} does not average parameters there; leave one out"
         return self.around.check(graph, optimizers)

@@ -6,7 +6,7 @@ would mix replicas there: they get one instance per replica. Momentum and moment
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -166,6 +166,15 @@ class BlockOptimizer:
         for optimizer in self.optimizers if rows else ():
             momentum.share(optimizer, of)
         return bool(rows)
+
+    def states(self, rows: Sequence[Tensor]) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        """Of each parameter: what an optimizer knows of it, and its place in rows like those of the blocks."""
+        of_block = dict(zip(map(id, self.replicas.blocks), rows, strict=True))
+        places: dict[Tensor, _Place] = dict(self._params)
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                place = places[parameter]
+                yield state, place.view(of_block[id(place.block)])
 
     def clip(self) -> None:
         """As ``clip_grad_norm_`` does, over all tensors of one replica. Tensor by tensor, so that n=1 rounds as PyTorch does."""

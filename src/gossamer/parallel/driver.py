@@ -7,7 +7,7 @@ a GradScaler that leaves a step out, workers that run out of data, members that 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,19 +25,11 @@ from gossamer.rows import profile
 from gossamer.rows.finite import Fault
 from gossamer.rows.flat import Flat
 from gossamer.rows.profile import Profile
-from gossamer.rows.vector import Parameters, Vector
+from gossamer.rows.vector import Parameters
 from gossamer.schedules import Schedule
 from gossamer.transport.mixer import Mixer
-from gossamer.transport.transfer import AgreedMean
 
 Optimizer = torch.optim.Optimizer
-
-
-class OwnStep(Step):
-    """A mean of gradients is the same on all workers, or none has it: see ``Mixer.mean``."""
-
-    def mean(self, *vectors: Vector) -> AgreedMean:
-        return AgreedMean(self.mixer, vectors)
 
 
 class Driver:
@@ -69,7 +61,8 @@ class Driver:
         self.grad = OwnGradients(flat)
         # Weakly: a driver that is in no cycle is gone with its model, and so are its hooks.
         look, share = hooks.weakly(self._look), hooks.weakly(self._share_momentum)
-        self.now = OwnStep(mixer, Parameters(flat.blocks, in_place=True), self.grad, look, share)
+        states = hooks.weakly(self._states)
+        self.now = Step(mixer, Parameters(flat.blocks, in_place=True), self.grad, look, share, states)
         self.members_moved = False  # all are together again after uneven(), or some parameters have no state of before
         self._graph: Graph | None = None  # of the last step of this process
         self._resumed: str | None = None  # of the last step before a checkpoint was loaded
@@ -94,6 +87,7 @@ class Driver:
     def attach(self, optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler | None) -> None:
         self.detach()
         self.optimizers, self._scaler = tuple(optimizers), scaler
+        self.now.optimizers = self.optimizers
         if not self._attached:  # now, and not when the model was wrapped: parameters have been broadcast since
             self._attached = True
             self.method.begin(self.now)
@@ -294,6 +288,14 @@ class Driver:
             optimizer.state.get(p, {}) for optimizer in self.optimizers for g in optimizer.param_groups for p in g["params"]
         )
         return [state[key] for state in states for key in sorted(state) if isinstance(state[key], torch.Tensor)]
+
+    def _states(self, rows: Sequence[Tensor]) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        """Of each parameter: what an optimizer knows of it, and its place in rows like those of the parameters."""
+        views = self.flat.views(rows)
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                if id(parameter) in views:
+                    yield state, views[id(parameter)]
 
     def idle_step(self) -> None:
         """A step without training, for the sake of the others."""

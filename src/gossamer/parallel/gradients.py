@@ -57,6 +57,10 @@ class OwnGradients(Vector):
         return [block.numel for block in self._flat.blocks]
 
     @property
+    def widths(self) -> list[int]:
+        return [block.x.shape[1] for block in self._flat.blocks]
+
+    @property
     def flagged(self) -> list[Tensor]:
         self._gather()
         return [part.row for part in self._parts]

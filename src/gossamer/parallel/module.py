@@ -100,7 +100,7 @@ class DecentralizedDataParallel(Wrapper):
         self._seat = Seat.taken() if self._exchange is not None and self._flat.device.type == "cpu" else None
         self.averages_gradients = how.averages_gradients
         self.rank = self._seat.rank if self._seat else link.rank if link else 0
-        mixer = self._mixer = Mixer(self._exchange.size if self._exchange else 1, self._exchange, wire, send_copy)
+        mixer = self._mixer = Mixer(self._exchange.size if self._exchange else 1, self._exchange, how.wire, send_copy)
         mixer.check_finite = check_finite
         planned = self._seat.size if self._seat else mixer.n
         self.schedule = schedule(checks.over_hosts(how.graph), planned, (ALL_REDUCE, "auto"))

@@ -269,7 +269,7 @@ def survival(model: DecentralizedDataParallel, seat: Seat, exchange: Exchange) -
         signature,
         driver.fault,
         layout(model),
-        equal=model.averages_gradients,
+        equal=model.averages_gradients or model.method.alike,
     )
     if seat.joins:
         driver.steps = made.position()

@@ -73,6 +73,8 @@ class Stretch(Participation):
         donors, also = change.joined, list[Tensor]()
         if self._driver.method.averages == "gradients":
             donors, also = self._all_alike(donors)
+        elif self._driver.method.alike:
+            also = [tensor for vector in self._driver.now.state.values() for tensor in vector.tensors]
         with torch.no_grad():
             averaged.hand_over(flat, exchange, donors, also)
         self._membership.close(orderly=True)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gossamer.rows import codec
+from gossamer.rows.wires import EIGHT_BITS, Wire
 
 _JUMP = 128.0  # times as far as lately
 _MEAN = -1  # a row's number, for what is rounded of the mean
@@ -67,14 +68,37 @@ class Movement:
         return made
 
 
-def mean_of_codes(codes: Iterable[Tensor], n: int, columns: int, out: Tensor, step: int, first: int = 0) -> None:
-    """Of n rows of bytes, as such a row. One after the other: so it does not matter how they lie in processes. ``first``: the span
-    that they begin with."""
+def mean_of_codes(
+    codes: Iterable[Tensor],
+    n: int,
+    out: Tensor,
+    step: int,
+    first: int = 0,
+    wire: Wire = EIGHT_BITS,
+    flags: int | None = None,
+    lost: Tensor | None = None,
+) -> None:
+    """Of n encoded rows, as such a row. One after the other: so it does not matter how they lie in processes.
+
+    - ``first``: the span that they begin with.
+    - ``flags``: the span of the whole row from which on numbers are flags; those that any row has.
+    - ``lost``: what was lost last time when the mean was encoded; it is added, and what is lost now takes its place.
+    """
+    columns = out.numel() // wire.unit * wire.span
     total, row = (torch.zeros(columns, dtype=torch.float32, device=out.device) for _ in range(2))
     for code in codes:
-        codec.decode(code, row)
+        wire.decode(code, row)
         total.add_(row)
-    codec.encode(total.div_(n), out, codec.turn(step, _MEAN), first)
+    total.div_(n)
+    if lost is not None:
+        total.add_(lost)
+    if flags is not None:
+        ends = total[max(0, flags - first) * wire.span :]
+        ends.copy_(ends > 0)
+    wire.encode(total, out, codec.turn(step, _MEAN), first)
+    if lost is not None:
+        wire.decode(out, row)
+        torch.sub(total, row, out=lost).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def reference(rows: Tensor, mean: Tensor, step: int) -> Tensor:

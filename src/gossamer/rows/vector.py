@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from gossamer.rows import finite
 from gossamer.rows.block import Block
 
 
@@ -29,6 +30,15 @@ class Vector:
     def flagged(self) -> list[Tensor]:
         """The tensors, with flags behind the columns if there are any (see ``parallel/gradients.py``)."""
         return self.tensors
+
+    @property
+    def widths(self) -> list[int]:
+        """Columns of each tensor, flags not counted."""
+        return [tensor.shape[1] for tensor in self.tensors]
+
+    def finite(self) -> bool:
+        """Whether all numbers are."""
+        return all(finite.finite(tensor) for tensor in self.tensors)
 
     def zeros(self) -> Vector:
         return Vector([torch.zeros_like(tensor) for tensor in self.tensors], self.numels)

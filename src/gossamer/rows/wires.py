@@ -25,10 +25,12 @@ from gossamer.rows import codec, finite
 
 class Wire:
     """This one: each row as it is. ``turn``: a number that stands for the step and the replica, for wires that round at random
-    (see ``codec.turn``)."""
+    (see ``codec.turn``). ``first``: the span that a row begins with, if it is cut off a longer one."""
 
     name: ClassVar[str] = "float32"
     code: ClassVar[torch.dtype] = torch.float32  # what the encoded row consists of
+    span: ClassVar[int] = 1  # numbers that are encoded together
+    unit: ClassVar[int] = 1  # elements of the encoded row for them
 
     def share(self, dtype: torch.dtype) -> float:
         """What a row weighs on the wire against one in its own precision; 1: it travels as it is."""
@@ -38,7 +40,7 @@ class Wire:
         """Elements of the encoded row."""
         return columns
 
-    def encode(self, row: Tensor, code: Tensor, turn: int) -> None:
+    def encode(self, row: Tensor, code: Tensor, turn: int, first: int = 0) -> None:
         code.copy_(row)
 
     def decode(self, code: Tensor, row: Tensor) -> None:
@@ -65,7 +67,7 @@ class BFloat16(Wire):
 class EightBits(Wire):
     """64 numbers share a power of two, and are rounded such that the error is 0 on the average."""
 
-    name, code = "8bits", torch.uint8
+    name, code, span, unit = "8bits", torch.uint8, codec.SPAN, codec.UNIT
 
     def share(self, dtype: torch.dtype) -> float:
         return codec.UNIT / codec.SPAN / dtype.itemsize
@@ -73,8 +75,8 @@ class EightBits(Wire):
     def width(self, columns: int) -> int:
         return codec.width(columns)
 
-    def encode(self, row: Tensor, code: Tensor, turn: int) -> None:
-        codec.encode(row, code, turn)
+    def encode(self, row: Tensor, code: Tensor, turn: int, first: int = 0) -> None:
+        codec.encode(row, code, turn, first)
 
     def decode(self, code: Tensor, row: Tensor) -> None:
         codec.decode(code, row)
@@ -87,7 +89,7 @@ class Coarse(Wire):
     """Of each span of 64 numbers so many bytes."""
 
     code: ClassVar[torch.dtype] = torch.uint8
-    unit: ClassVar[int]
+    span = codec.SPAN
 
     def share(self, dtype: torch.dtype) -> float:
         return self.unit / codec.SPAN / dtype.itemsize
@@ -101,8 +103,8 @@ class FourBits(Coarse):
 
     name, unit = "4bits", codec.SPAN // 2 + 1
 
-    def encode(self, row: Tensor, code: Tensor, turn: int) -> None:
-        quotients, exponents = codec.quotients(row, turn, bits=4)
+    def encode(self, row: Tensor, code: Tensor, turn: int, first: int = 0) -> None:
+        quotients, exponents = codec.quotients(row, turn, first, bits=4)
         pairs, out = quotients.add_(8).to(torch.uint8).unflatten(1, (-1, 2)), code.view(-1, self.unit)
         out[:, :-1] = pairs[:, :, 0] << 4 | pairs[:, :, 1]
         out[:, -1] = exponents
@@ -121,7 +123,7 @@ class Sign(Coarse):
 
     name, unit = "sign", codec.SPAN // 8 + 2
 
-    def encode(self, row: Tensor, code: Tensor, turn: int) -> None:
+    def encode(self, row: Tensor, code: Tensor, turn: int, first: int = 0) -> None:
         spans, out = codec.padded(row), code.view(-1, self.unit)
         counts = torch.full((len(spans), 1), codec.SPAN, device=row.device)
         counts[-1] = len(row) - (len(spans) - 1) * codec.SPAN  # the last one may be shorter
@@ -158,7 +160,7 @@ class Largest(Wire):
     def width(self, columns: int) -> int:
         return 8 * self.count(columns)
 
-    def encode(self, row: Tensor, code: Tensor, turn: int) -> None:
+    def encode(self, row: Tensor, code: Tensor, turn: int, first: int = 0) -> None:
         places = row.abs().topk(len(code) // 8).indices
         halves = code.view(2, -1)
         halves[0].copy_(places.int().view(torch.uint8))
@@ -173,10 +175,18 @@ class Largest(Wire):
 
 
 EXACT, BFLOAT16, EIGHT_BITS = Wire(), BFloat16(), EightBits()
+FOUR_BITS = FourBits()
 ANY_METHOD = (EXACT, BFLOAT16)  # in which parameters may travel, whatever the method
-_ALL = (EXACT, BFLOAT16, EIGHT_BITS, FourBits(), Sign(), Largest(1), Largest(10))
+OF_MEANS = (EXACT, BFLOAT16, EIGHT_BITS, FOUR_BITS)  # in which a mean of all may be made and sent back
+_ALL = (*OF_MEANS, Sign(), Largest(1), Largest(10))
 WIRES: dict[str, Wire] = {wire.name: wire for wire in _ALL}
 WireName = Literal["float32", "bfloat16", "8bits", "4bits", "sign", "top-1%", "top-10%"]
+MeanWireName = Literal["float32", "bfloat16", "8bits", "4bits"]
+
+
+def spelled(name: str) -> str:
+    """``8bit`` is ``8bits``."""
+    return f"{name}s" if f"{name}s" in WIRES else name
 
 
 def wire(name: str | Wire, among: tuple[Wire, ...]) -> Wire:
@@ -184,6 +194,7 @@ def wire(name: str | Wire, among: tuple[Wire, ...]) -> Wire:
     if isinstance(name, Wire):
         return name
     known = {one.name: one for one in among}
+    name = spelled(name)
     if name not in known:
         raise GossamerError(f"wire={name!r} is not known; rows travel as {' or '.join(map(repr, known))}")
     return known[name]

@@ -49,7 +49,7 @@ def plan_command(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="A method to compare, such as 'ring, bfloat16'; may be repeated. (default: eleven)", show_default=False
+            help="A method to compare, such as 'ring, bfloat16'; may be repeated. (default: thirteen)", show_default=False
         ),
     ] = None,
     figure_file: Annotated[Path, typer.Option("--figure", help="Where the figure goes.")] = Path("plan.html"),
@@ -137,27 +137,28 @@ def plan_table(made: Plan) -> Table:
     table = Table(
         title=f"{made.workers} workers: {made.workload.name} on {made.cluster.name} (predicted)",
         caption="Per iteration. speed: against DDP; MB: sent by a worker; gap: how well\n"
-        "a step mixes (spectral gap); net, wait: time lost to the network, and to\nwaiting for slower workers",
+        "a step mixes (spectral gap); use, wait: percent of the time in which\n"
+        "workers compute, and wait for slower ones; the rest goes to the network",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
         show_edge=False,
     )
     table.add_column("method", min_width=21, overflow="fold")  # "one-peer-exponential," on a line of its own, if need be
-    for column in ("ms", "10–90 %", "speed", "10–90 %", "MB", "gap", "net", "wait"):
+    for column in ("ms", "10–90 %", "speed", "10–90 %", "MB", "gap", "use", "wait"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in made.rows:
-        gap = "–" if row.gap is None else "exact" if row.gap >= 1 - 1e-9 else f"{row.gap:.3g}"
+        gap = "–" if row.gap is None else "exact" if row.gap >= 1 - 1e-9 else f"{row.gap:.2g}"
         cells = (
             row.label,
             _short(row.seconds * 1e3),
             f"{_short(row.low * 1e3)}–{_short(row.high * 1e3)}",
-            f"{row.speedup:.2f}",
-            f"{row.speedup_low:.2f}–{row.speedup_high:.2f}",
+            _gain(row.speedup),
+            f"{_gain(row.speedup_low)}–{_gain(row.speedup_high)}",
             _short(row.sent / 1e6),
             gap,
-            f"{row.network:.0%}",
-            f"{row.waiting:.0%}",
+            f"{100 * row.utilization:.0f}",
+            f"{100 * row.waiting:.0f}",
         )
         table.add_row(*map(Text, cells), style="bold" if row.label == made.choice else None)
     return table
@@ -165,6 +166,10 @@ def plan_table(made: Plan) -> Table:
 
 def _short(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _gain(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
 
 
 def fit_table(found: Fit) -> Table:

@@ -2,7 +2,8 @@
 
 ``parse`` reads them as a person writes them: ``"ddp"``, ``"ddp, float16"``, ``"ddp (no overlap)"``,
 ``"one-peer-exponential, bfloat16, H=4"``, ``"complete, atc"``, ``"ring, tracking"``,
-``"ring, choco:wire=sign"``, ``"ring, edges"``, ``"all-reduce"``, ``"ada-auto"``,
+``"ring, choco:wire=sign"``, ``"ring, edges"``, ``"all-reduce"``, ``"all-reduce, 8bits"``, ``"ada-auto"``,
+``"diloco:H=32,delay=8,wire=4bits"``,
 ``"decent-dp: hypercube"``, ``"sgp"``.
 """
 
@@ -16,10 +17,10 @@ import torch
 
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph, plain_name, told_hosts
-from gossamer.methods import ALL_REDUCE, Around, Averaging, Order
+from gossamer.methods import ALL_REDUCE, Around, Averaging, Order, Outer
 from gossamer.methods import Method as Rule
-from gossamer.rows.wires import WIRES
-from gossamer.schedules import Schedule, schedule
+from gossamer.rows.wires import EXACT, WIRES
+from gossamer.schedules import Fixed, Schedule, schedule
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class Gossip(Method):
 
     @property
     def label(self) -> str:
+        if self.rule is not None and self.rule.graphless:
+            return self.rule.describe()
         parts = [_name(self.graph)]
         parts += [self.rule.describe()] if self.rule is not None else [self.order] if self.order == "atc" else []
         parts += [self.wire] if self.wire != "float32" else []
@@ -92,6 +95,12 @@ class Gossip(Method):
     def rows(self) -> int:
         """Vectors that travel in a step."""
         return 1 if self.rule is None else self.rule.rows
+
+    @property
+    def volume(self) -> float:
+        """Of an outer step, or of gradients: rows in float32 that weigh as much as what travels."""
+        moments = 2.0 * (0.5 if self.coded else 1.0) if isinstance(self.rule, Outer) and self.rule.moments == "mean" else 0.0
+        return self._own_share + moments
 
 
 @dataclass(frozen=True)
@@ -137,6 +146,15 @@ def graph_of(method: Method, n: int, per_host: int = 1) -> Schedule:
         raise GossamerError(f"method {method.label!r} does not fit {n} workers: {error}") from None
 
 
+def steps_per_exchange(method: Method, n: int, per_host: int = 1) -> float:
+    """How many steps come to an exchange: more than 1 with local steps."""
+    if not isinstance(method, Gossip):
+        return 1.0
+    planned = graph_of(method, n, per_host)
+    rounds = planned.fixed.rounds if isinstance(planned, Fixed) else ()
+    return method.local_steps * (len(rounds) / max(1, sum(r.degree > 0 for r in rounds)) if rounds else 1.0)
+
+
 def parse(text: str) -> Method:
     name, *options = (part.strip() for part in text.split(", "))
     if name in ("ddp", "ddp (no overlap)"):
@@ -153,7 +171,10 @@ def parse(text: str) -> Method:
         ", ".join([name.replace(" (atc)", ", atc"), *(o for o in options if o not in ("send_copy", "edges", "slices"))])
     )
     if how.averages_gradients:
-        return Gossip(ALL_REDUCE, **own)  # type: ignore[arg-type]
+        rounds = getattr(how.method, "wire", EXACT.name) != EXACT.name
+        return Gossip(ALL_REDUCE, **own, rule=how.method if rounds else None)  # type: ignore[arg-type]
+    if isinstance(how.method, Outer):
+        return Gossip("complete", "atc", local_steps=how.method.H, **own, rule=how.method)  # type: ignore[arg-type]
     assert isinstance(how.graph, str)
     by_itself = plain_name(how.graph) == "ada-auto"
     order = how.method.name if how.method is not None else "atc" if by_itself else "awc"

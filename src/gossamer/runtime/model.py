@@ -15,6 +15,7 @@ import numpy as np
 
 from gossamer.errors import GossamerError
 from gossamer.graphs.rounds import Mean, Round
+from gossamer.methods import NoLoCo, Outer
 from gossamer.runtime import network
 from gossamer.runtime.cluster import Cluster
 from gossamer.runtime.methods import ALL_REDUCE, DDP, DecentDP, Gossip, Method, StochasticGradientPush, graph_of
@@ -189,7 +190,46 @@ class AllReduceStepper(GossipStepper):
         self.count(done + around + self.update, compute + self.update, done - go - transfer.seconds)
 
     def make(self, round_: Round) -> Transfer:
-        return network.Nothing(1) if self.n == 1 else network.slices(self.cluster, round_, self.work.row_bytes)
+        return network.of_mean(self.cluster, round_, self.work.row_bytes, self.method.volume, self.method.coded)
+
+
+class OuterStepper(GossipStepper):
+    """Local steps, and an outer one in every H-th, whose exchange runs under the next ``delay`` steps."""
+
+    def __init__(self, cluster: Cluster, workload: Workload, method: Gossip, rule: Outer) -> None:
+        super().__init__(cluster, workload, method)
+        self.rule = rule
+        self.flying: tuple[Array, Array, float] | None = (
+            None  # when it arrives; if all had been there; what it takes afterwards
+        )
+
+    def round(self, t: int, epoch: int, epochs: int) -> Round:
+        return self.rule.peers(self.n, t) if isinstance(self.rule, NoLoCo) else super().round(t, epoch, epochs)
+
+    def make(self, round_: Round) -> Transfer:
+        if isinstance(self.rule, NoLoCo):
+            return network.by_library(self.cluster, round_, self.work.row_bytes, self.method.volume)
+        return network.of_mean(self.cluster, round_, self.work.row_bytes, self.method.volume, self.method.coded)
+
+    def step(self, t: int, factor: Array, epoch: int, epochs: int) -> None:
+        computed = (self.work.forward + self.work.backward) * factor + self.update
+        new, waited = self.start + computed, np.zeros(1)
+        if (t + 1) % self.rule.H == 0:
+            transfer = self.transfer(self.round(t, epoch, epochs))
+            before, after, _ = self.prices(transfer)
+            self.sent += float(np.max(transfer.sent))
+            new = new + before
+            self.flying = np.maximum(*transfer.run(new)), new + transfer.seconds, after
+        if self.flying is not None and (t + 1) % self.rule.H == self.rule.delay:
+            arrived, alone, after = self.flying
+            self.flying = None
+            there = np.maximum(new, arrived)
+            waited, new = np.maximum(there - np.maximum(new, alone), 0.0), there + after
+        self.count(new, computed, waited)
+
+    def drain(self) -> None:
+        if self.flying is not None:
+            self.start = np.maximum(self.start, self.flying[0])
 
 
 class PipelineStepper(Stepper):
@@ -248,6 +288,8 @@ def stepper(cluster: Cluster, workload: Workload, method: Method) -> Stepper:
             return DDPStepper(cluster, workload, method)
         case DecentDP() | StochasticGradientPush():
             return PipelineStepper(cluster, workload, method)
+        case Gossip(rule=Outer() as rule):
+            return OuterStepper(cluster, workload, method, rule)
         case Gossip(graph=graph):
             return (AllReduceStepper if graph == ALL_REDUCE else GossipStepper)(cluster, workload, method)
     raise AssertionError(method)

@@ -168,10 +168,7 @@ def by_library(cluster: Cluster, round_: Round, size: int, edge_share: float, ve
     if (how if verb == "auto" else verb) == "slices":
         if not (isinstance(round_, Mean) and round_.bits < 32):
             return slices(cluster, round_, size)
-        costs = cluster.costs  # the owner of some columns reads those of all workers, and writes their mean
-        made = slices(cluster, round_, size * codec.SHARE, (costs.decode + costs.encode / round_.n) * 1e-9 * size)
-        made.coded = True
-        return made
+        return of_mean(cluster, round_, size, codec.SHARE, coded=True)
     if isinstance(round_, Permutation):
         return Shift(cluster, np.asarray(round_.source), size * edge_share)
     return Edges(cluster, *edges(round_), size * edge_share)
@@ -184,6 +181,17 @@ def slices(cluster: Cluster, round_: Round, size: float, between: float | None =
     stage = _stage_seconds(cluster, groups, size)
     apply = np.where(sizes > 1, cluster.costs.apply * 1e-9 * size if between is None else between, 0.0)
     return Together(groups, 2 * stage + apply, 2 * (sizes - 1) / sizes * size, cluster.n)
+
+
+def of_mean(cluster: Cluster, round_: Round, size: float, share: float, coded: bool) -> Transfer:
+    """A mean of all by slices, in so much of a row's bytes. ``coded``: the owner of some columns decodes all rows of them, and encodes
+    their mean."""
+    if cluster.n == 1:
+        return Nothing(1)
+    costs = cluster.costs
+    made = slices(cluster, round_, size * share, (costs.decode + costs.encode / round_.n) * 1e-9 * size if coded else None)
+    made.coded = coded
+    return made
 
 
 class Rings:

@@ -19,7 +19,7 @@ from gossamer.rows.block import Block
 from gossamer.rows.finite import Fault
 from gossamer.rows.movement import Movement, mean_of_codes
 from gossamer.rows.vector import Parameters, Vector
-from gossamer.rows.wires import Wire
+from gossamer.rows.wires import EXACT, Wire
 from gossamer.transport.exchange import Between, Exchange, poisoned
 from gossamer.transport.link import Tag
 from gossamer.transport.operation import Operation
@@ -56,6 +56,11 @@ class Mixer:
             self.n = self._per_process * self.exchange.size
             self.rows = rows_of(self.exchange.rank, self.n, self.exchange.size)
 
+    def cost_of_mean(self, *vectors: Vector, wire: Wire = EXACT) -> int:
+        """Bytes of a mean of all per replica, on a wire."""
+        rows = [pair for vector in vectors for pair in zip(vector.numels, vector.flagged, strict=True)]
+        return Mean(self.n).cost(sum(wire.bytes(numel, x.dtype) for numel, x in rows))
+
     def cost(self, round_: Round, *vectors: Vector, wire: Wire | None = None) -> int:
         """Bytes of this Round per replica, as ``Round.cost`` defines them, with what the wire saves and a look costs."""
         total = 0
@@ -82,23 +87,23 @@ class Mixer:
 
     # --- Start ------------------------------------------------------------------------------------------------------------
 
-    def start(self, round_: Round, step: int, *vectors: Vector, wire: Wire | None = None, alike: bool = False) -> Transfer:
+    def start(self, round_: Round, step: int, *vectors: Vector, wire: Wire | None = None) -> Transfer:
         """Start to mix. What is sent may be read, not changed, until ``into`` (but see ``send_copy``). ``wire``: in which all rows travel,
-        by edges; by default the mixer's own, where it saves bytes. ``alike``: a mean that is the same for all, to the bit."""
+        by edges; by default the mixer's own, where it saves bytes."""
         self.step = step
         parts = [
             [
-                self._start(Part(vector, k, round_, wire or self.wire, step), wire is not None, alike)
+                self._start(Part(vector, k, round_, wire or self.wire, step), wire is not None)
                 for k in range(len(vector.tensors))
             ]
             for vector in vectors
         ]
         return Transfer(self, parts)
 
-    def _start(self, part: Part, always: bool, alike: bool) -> Part:
+    def _start(self, part: Part, always: bool) -> Part:
         round_, x = part.round, part.x
         share = part.wire.share(x.dtype)
-        rounded = share < 1 and not alike and (always or round_.verb(share) == "edges")
+        rounded = share < 1 and (always or round_.verb(share) == "edges")
         few = part.block is not None and _in_few_bits(round_) and not always
         movement = self._movements.get(part.k) if few else None
         if self.exchange is None:
@@ -108,7 +113,7 @@ class Mixer:
             elif round_.degree:
                 self._mix_here(part, rounded)
             return part
-        part.plan = plan(round_, self.exchange.size, self.exchange.rank, rounded, alike or few)
+        part.plan = plan(round_, self.exchange.size, self.exchange.rank, rounded, few)
         tag = self.exchange.step_tag(part.step)
         if movement is not None:
             self._start_codes(part, tag, movement)
@@ -217,7 +222,7 @@ class Mixer:
         movement.encode(rows, sent, step, self.rows.start)
 
         def apply(x: Tensor, y: Tensor) -> None:
-            mean_of_codes(x, n, mine // codec.UNIT * codec.SPAN, y[0], step, first)
+            mean_of_codes(x, n, y[0], step, first)
             y[1:] = y[:1]
 
         part.operation = self.exchange.slices(sent, part.moved, members, apply, tag, (x, y), unit=codec.UNIT)

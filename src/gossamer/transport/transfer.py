@@ -266,21 +266,6 @@ class Transfer:
                 part.held = []
 
 
-class AgreedMean:
-    """Means over all processes, of one row each. All processes have the same bits, or do it again without the dead: replicas that start the
-    same stay the same."""
-
-    def __init__(self, mixer: Mixer, vectors: Sequence[Vector]) -> None:
-        self._mixer, self._vectors = mixer, vectors
-
-    def into(self, *targets: Vector) -> None:
-        """Each target becomes the mean; it is what was given."""
-        for target, vector in zip(targets, self._vectors, strict=True):
-            assert target is vector
-            for row in vector.flagged:
-                self._mixer.mean_in_place(row[0], "all-reduce")
-
-
 def _copy(row: Tensor, out: Tensor) -> None:
     """``out`` may be the row itself."""
     if out.data_ptr() != row.data_ptr():

@@ -6,13 +6,14 @@ The library's arguments, ``Settings``, specs and the planner all mean the same b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph, plain_name
-from gossamer.methods.base import ALL_REDUCE, METHODS, Method, known, method
+from gossamer.methods.around import Around
+from gossamer.methods.base import METHODS, Method, known, method
 from gossamer.methods.policies.base import Policy
-from gossamer.rows.wires import ANY_METHOD, BFLOAT16, EXACT, wire
+from gossamer.rows.wires import ANY_METHOD, BFLOAT16, EXACT, OF_MEANS, WIRES, spelled, wire
 from gossamer.schedules import Schedule
 
 
@@ -34,6 +35,13 @@ class Averaging:
     @property
     def averages_gradients(self) -> bool:
         return self.method is not None and self.method.averages == "gradients"
+
+    @property
+    def starts_alike(self) -> str:
+        """Why replicas must start the same, if they must."""
+        if self.averages_gradients:
+            return "averages gradients"
+        return "takes outer steps from one point" if self.method is not None and self.method.alike else ""
 
     def rule(self, planned: Schedule, default: str) -> Method:
         """The method of a step. ``default``: if neither a person nor a policy says which."""
@@ -68,16 +76,25 @@ class Averaging:
     ) -> Averaging:
         """From separate arguments. A graph by the name of all-reduce, or one of its other names, is that method. ``order``: the method,
         if the graph is another one and ``rule`` is not given."""
-        chosen = None if rule is None else method(rule)
-        if isinstance(graph, str) and known(plain_name(graph)) == ALL_REDUCE:
-            chosen, graph = chosen or method(ALL_REDUCE), "complete"
+        chosen, name = None if rule is None else method(rule), known(plain_name(graph)) if isinstance(graph, str) else ""
+        if isinstance(graph, str) and name in METHODS.makers and (own := method(graph)).graphless:
+            if chosen is not None and chosen.graphless and chosen.name != own.name:
+                raise GossamerError(f"graph={graph!r} and method={chosen.describe()!r} are two methods; give one of them")
+            chosen, graph = chosen or own, "complete"
         if chosen is not None and chosen.averages == "gradients":
             if every > 1:
                 raise GossamerError(
                     f"local_steps={every}: method {chosen.name!r} averages gradients in every step; leave it at 1, accumulate "
                     f"gradients with no_sync(), or average parameters in every {every} steps (graph='complete', local_steps={every})"
                 )
+        elif chosen is not None and chosen.graphless and every > 1:
+            raise GossamerError(
+                f"local_steps={every}: method {chosen.name!r} has a period of its own; write '{chosen.name}:H={every}'"
+            )
+        if chosen is not None and chosen.graphless:
             graph = "complete"
+            if spelled(wire) != EXACT.name and getattr(chosen.inner, "wire", "") == EXACT.name:
+                chosen, wire = _on_wire(chosen, wire), EXACT.name
         return cls(graph, method(order) if chosen is None and order else chosen, wire, every)
 
     @classmethod
@@ -87,8 +104,8 @@ class Averaging:
         for option in options:
             if option.startswith("H=") and option[2:].isdigit():
                 every = int(option[2:])
-            elif option in {one.name for one in ANY_METHOD}:
-                chosen_wire = option
+            elif spelled(option) in WIRES:
+                chosen_wire = spelled(option)
             elif known(plain_name(option.split(" + ")[0])) in METHODS.makers:
                 rule = option
             else:
@@ -110,3 +127,11 @@ class Averaging:
         )
         parts = [graph, "" if self.method is None else self.method.describe(), "" if self.wire == EXACT.name else self.wire]
         return ", ".join(filter(None, [*parts, f"H={self.every}" if self.every > 1 else ""]))
+
+
+def _on_wire(rule: Method, name: str) -> Method:
+    """The same method, on another wire of its own."""
+    if isinstance(rule, Around):
+        return replace(rule, around=_on_wire(rule.around, name))
+    takes = ANY_METHOD if rule.name == "noloco" else OF_MEANS
+    return replace(rule, wire=wire(name, takes).name)  # type: ignore[call-arg]
