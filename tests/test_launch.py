@@ -155,6 +155,16 @@ def test_the_only_worker_of_a_host_comes_back(tmp_path, launch):
     assert out == "[0] trained with (0, 1)\n"
 
 
+def test_a_return_is_said_by_the_worker_and_by_the_launcher(tmp_path):
+    path = script(tmp_path, 2, "training", 1, wait="model.members != (0, 1) or rank + len(model.changes) == 0")
+    outcome, out, _ = run(2, sys.executable, path, restart=1)
+    assert outcome.exit_code == 0, out
+    assert re.search(r"\[1\] gossamer: rank 1 has joined the others at step \d+; a counter of the script's own", out), out
+    assert "has joined" not in "".join(line for line in out.splitlines(keepends=True) if line.startswith("[0]"))
+    summary = out.partition("gossamer: what happened:")[2]
+    assert re.search(r"rank 1 was killed.*rank 1 is started again.*rank 1 has joined the others", summary, re.DOTALL), out
+
+
 def test_a_worker_that_comes_back_too_late_changes_nothing(tmp_path):
     outcome, out, _ = run(2, sys.executable, script(tmp_path, 2, "training", 1, steps=12), restart=5)
     assert outcome.exit_code == 0, out

@@ -1,6 +1,9 @@
-"""The one exception for a person's mistake: its message says what is wrong, where, and what would be right. And which torch is too old."""
+"""The one exception for a person's mistake: its message says what is wrong, where, and what would be right. Warnings, and which torch
+is too old."""
 
 import re
+import sys
+import warnings
 
 import torch
 
@@ -19,6 +22,14 @@ class Diverged(GossamerError):
 
 class TrainingDiverged(GossamerError):
     """A loss, or a parameter, that is not a number. The last checkpoint is kept."""
+
+
+def warn(message: str) -> None:
+    """A warning that points at the user's line: the first one outside of Gossamer and torch."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("gossamer", "torch", "contextlib"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 OLDEST_TORCH = (2, 8)  # the first in which a gloo device can be told to connect at once: create_default_device(lazy_init=False)

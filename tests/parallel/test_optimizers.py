@@ -143,26 +143,85 @@ def test_several_optimizers_average_once_in_the_last_ones_step(world):
 
 
 @on_workers(2)
-def test_a_closure_works_in_atc_and_is_refused_elsewhere(world):
-    for order, graph in (("awc", "ring"), ("atc", "all-reduce"), ("atc", "ring")):
-        model = world.model(graph=graph, order=order)
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+@pytest.mark.parametrize("graph", ["ring", "all-reduce", "ada-auto"])
+def test_a_closure_does_what_the_same_without_it_does(world, graph):
+    """As Lightning calls ``step()``. ring: awc, where the closure runs first."""
+    ended = []
+    for closed in (False, True):
+        model = world.model(graph=graph)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         model.gossip(optimizer)
+        for step in range(4):
 
-        def closure(model=model, optimizer=optimizer):
-            optimizer.zero_grad()
-            loss = loss_of(model, world.batch(0, rank=0))
-            loss.backward()
-            return loss
+            def closure(model=model, optimizer=optimizer, step=step):
+                optimizer.zero_grad()
+                loss = loss_of(model, world.batch(step))
+                loss.backward()
+                return loss
 
-        if (order, graph) == ("atc", "ring"):
-            before = closure().item()
-            for _ in range(3):
-                optimizer.step(closure)
-            assert closure().item() < before
-            assert world.same(flat(model))  # n=2: a ring is the mean
-        else:
-            with pytest.raises(GossamerError, match="step\\(closure\\).*atc"):
-                optimizer.step(closure)
-            with pytest.raises(GossamerError, match="atc"):
-                optimizer.step(closure=closure)
+            if closed and step == 2:
+                before = closure()
+                assert optimizer.step(lambda before=before: before) is before  # it evaluates nothing
+            elif closed:
+                assert optimizer.step(closure).item() > 0
+            else:
+                closure()
+                optimizer.step()
+        assert model.steps == 4
+        ended.append(flat(model))
+    close(*ended, 0.0)
+
+
+@on_workers(2)
+def test_an_optimizer_that_evaluates_the_loss_often_is_ddps_or_is_refused(world):
+    ours, theirs = world.model(graph="all-reduce"), nn.parallel.DistributedDataParallel(small())
+    early = world.model(graph="ring")
+    optimizers = [torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3) for m in (ours, theirs, early)]
+    ours.gossip(optimizers[0])
+    early.gossip(optimizers[2])
+
+    def closure(model, optimizer):
+        optimizer.zero_grad()
+        loss = loss_of(model, world.batch(0))
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=False):
+            optimizer.step(lambda m=model, o=optimizer: closure(m, o))
+    close(flat(ours), flat(theirs), 1e-5)
+    assert world.same(flat(ours))
+    with pytest.raises(GossamerError, match=r"LBFGS.step\(closure\) asks for the loss after .*'awc'.*graph='all-reduce'"):
+        optimizers[2].step(closure=lambda: closure(early, optimizers[2]))
+    mixed = world.model(graph="ring", order="atc")
+    optimizer = torch.optim.LBFGS(mixed.parameters(), lr=0.1, max_iter=3)
+    mixed.gossip(optimizer)
+    optimizer.step(lambda: closure(mixed, optimizer))
+    rows = world.rows(mixed)
+    close(rows[0], rows[1])  # n=2: a ring is the mean
+
+
+@on_workers(2)
+def test_an_optimizer_inside_another_object_is_found(world):
+    """accelerate's subclass of Optimizer sets up nothing of it; Lightning's is no subclass."""
+
+    class Prepared(torch.optim.Optimizer):
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+            self.step = optimizer.step
+
+    class Light:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+    model = world.model(init="keep", module=small(seed=world.rank), order="atc")
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    prepared = Prepared(inner)
+    model.gossip(prepared)
+    loss_of(model, world.batch(0)).backward()
+    prepared.step()
+    rows = world.rows(model)
+    close(rows[0], rows[1])  # they began apart; n=2: a ring is the mean
+    model.gossip(Light(inner))
+    with pytest.raises(GossamerError, match="argument 0 is a Adam_"):
+        model.gossip(type("Adam_", (), {"optimizer": 3})())

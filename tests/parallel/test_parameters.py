@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 
+import gossamer
 from tests.pool import on_workers
 from tests.world import close, flat, loss_of, small, train
 
@@ -152,3 +154,79 @@ def test_a_methods_state_does_not_spoil_parameters_that_are_trained_later(world,
     module[0].requires_grad_(True)
     train(world, model, optimizer, 3, start=3)
     close(module[0].weight.detach(), before, 1e-3)  # CHOCO rounds
+
+
+@on_workers(2)
+def test_a_mean_counts_what_was_unfrozen_since_the_last_step(world):
+    for gossips in (True, False):
+        for what in ("average_", "consensus", "save"):
+            module = small()
+            module[0].requires_grad_(False)
+            model = world.model(module, order="atc")
+            if gossips:
+                model.gossip(torch.optim.SGD(model.parameters(), 0.1))
+            module.requires_grad_(True)
+            with torch.no_grad():
+                module[0].weight.fill_(float(world.rank))
+            if what == "consensus":
+                with model.consensus():
+                    assert (module[0].weight == 0.5).all()
+                assert (module[0].weight == world.rank).all()
+            elif what == "average_":
+                model.average_()
+                assert (module[0].weight == 0.5).all()
+            else:
+                model.save(world.folder / str(gossips))
+                saved = load_file(world.folder / str(gossips) / "averaged.safetensors")
+                assert (saved["0.weight"] == 0.5).all()
+
+
+class Rooted(nn.Module):
+    """Parameters and buffers of its own, beside its parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6))
+        self.place = nn.Parameter(torch.zeros(6))
+        self.register_buffer("table", torch.zeros(6), persistent=False)
+
+    def forward(self, x):
+        return self.body(x + self.place + self.table)
+
+
+@on_workers(1, 2)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_names_of_parameters_and_of_modules_agree(world, compiled):
+    """Code that makes parameter groups joins the two, or walks children; all of it sees the bare module's names."""
+    bare = Rooted()
+    model = world.model(torch.compile(bare, backend="eager") if compiled else bare)
+
+    def walked(module):
+        below = [f"{name}.{rest}" for name, child in module.named_children() for rest in walked(child)]
+        return below + list(module._parameters)
+
+    names = [name for name, _ in bare.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == names
+    assert sorted(walked(model)) == sorted(names)
+    joined = {
+        f"{where}.{name}" if where else name
+        for where, m in model.named_modules()
+        for name, _ in m.named_parameters(recurse=False)
+    }
+    assert joined == set(names)
+    assert {name for name, _ in model.named_modules()} == {name for name, _ in bare.named_modules()}
+    assert set(model.modules()) == {model, *bare.modules()}
+    outer = nn.Sequential(model)
+    assert list(dict(outer.named_parameters())) == [f"0.{name}" for name in names]
+    assert list(outer.state_dict()) == [f"0.{name}" for name in names]
+    outer.load_state_dict({key: torch.full_like(value, 2.0) for key, value in outer.state_dict().items()})
+    assert (flat(model) == 2.0).all()
+    with pytest.raises(RuntimeError, match="Missing key.*body.0.bias"):
+        outer.load_state_dict({key: value for key, value in outer.state_dict().items() if not key.endswith("0.bias")})
+    model.eval()
+    assert not any(m.training for m in bare.modules())
+    seen = []
+    model.apply(seen.append)
+    assert {*bare.modules(), model} <= set(seen)
+    optimizer = torch.optim.SGD(gossamer.decay_groups(model, 0.1), 0.1)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 4]

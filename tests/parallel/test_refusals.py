@@ -1,7 +1,5 @@
 """Bad input, and what differs between workers."""
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -133,22 +131,14 @@ def test_gossip_wants_this_models_optimizers(world):
     assert model.steps == 2
 
 
-@on_workers(2)
-def test_forgetting_gossip_is_a_warning(world):
-    model = world.model()
-    with pytest.warns(UserWarning, match="gossip\\(optimizer\\) was not called"):
-        model(world.batch(0)[0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(world.batch(0)[0])  # once is enough
-
-
 @on_workers(1, 2)
 def test_what_ddp_has_is_there_or_refused_with_advice(world):
     for options, match in (
-        ({"device_ids": [0]}, "device_ids is an argument of torch's DDP .*move the module to its device first"),
-        ({"find_unused_parameters": True}, "leave it out: a parameter without a gradient is averaged"),
+        ({"device_ids": [0]}, r"device_ids=\[0\], and the module is on cpu: .*move the module to its device first"),
         ({"graph": [0]}, "device_ids is an argument"),
+        ({"output_device": "meta"}, "output_device='meta', and the module is on cpu"),
+        ({"process_group": 3}, "leave it out: all workers take part"),
+        ({"init_sync": False}, "leave it out: init='keep'"),
         ({"graph": "al-reduce"}, "no graph 'al-reduce'; did you mean 'all-reduce'"),
         ({"graph": "ada-autoo"}, "did you mean 'ada-auto'"),
     ):
@@ -156,11 +146,24 @@ def test_what_ddp_has_is_there_or_refused_with_advice(world):
             world.model(**options)
     with pytest.raises(TypeError, match="unexpected keyword argument 'grph'"):
         world.model(grph="ring")
+    with pytest.raises(GossamerError, match="'1' is a SyncBatchNorm, which runs on GPUs only; leave convert_sync_batchnorm"):
+        world.model(nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))))
+    harmless = {"find_unused_parameters": True, "static_graph": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 25}
+    nothing = dict.fromkeys(("output_device", "process_group", "mixed_precision", "device_mesh"))
+    assert world.model(device_ids=None, broadcast_buffers=True, init_sync=True, **harmless, **nothing).steps == 0
+    assert DecentralizedDataParallel(small(), None).schedule.describe() == "one-peer-exponential"
+    assert DecentralizedDataParallel(small(), [torch.device("cpu")]).schedule.describe() == "one-peer-exponential"
     assert world.model(graph="all_reduce").averages_gradients
     assert world.model(graph="Ada_Auto").schedule.describe() == "ada-auto"
     model = world.model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model.gossip(optimizer)
+    for name, advice in (
+        ("join", r"has no join\(\): train inside `with model.uneven\(\):`"),
+        ("register_comm_hook", "bfloat16"),
+    ):
+        with pytest.raises(AttributeError, match=advice):
+            getattr(model, name)
     with model.no_sync():
         loss_of(model, world.batch(0)).backward()
     loss_of(model, world.batch(1)).backward()

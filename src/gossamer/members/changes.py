@@ -83,6 +83,7 @@ class Survival(Participation):
         start = None if self.joining else first
         self._membership = Survivors(seat, first.name, start, first.timeout, lambda: me._copied())
         exchange.guarded(self._membership)
+        self._joins = seat.joins  # it was started to join, and has not yet
         self._fault: Fault | None = None  # why it left, until it is back
         self._returned: int | None = None  # the step in which it was back, the last time
         mixer.on_fault = self.leave
@@ -120,6 +121,13 @@ class Survival(Participation):
         self.seat.announce_training()
         self.joining = False
         self._back(turn.change.step, turn.change.joined)
+        if self._joins:
+            self._joins = False
+            print(
+                f"gossamer: rank {self.seat.rank} has joined the others at step {turn.change.step}; a counter of the script's own, a "
+                "learning rate that follows it too, does not know that: take model.steps",
+                flush=True,
+            )
         self.schedule = self.planned  # what those have learnt who were there; what I knew may be old
         self._take_part(turn)
         return turn.change.step

@@ -134,7 +134,9 @@ class Collectives:
             if self._member.confirmed <= self._differ:
                 return None
             shown = ", ".join(f"rank {roster.ranks[q]} is in {said[q][1]}" for q in living)
-            return {"error": f"{shown}: collectives must be called by all workers, in the same order"}
+            return {
+                "error": f"{shown}: collectives must be called by all workers, in the same order, and no worker skips a step()"
+            }
         # A mean of gradients may count workers that died since. A worker that passed knows nothing of that yet. So all go on as it does,
         # with the same voters.
         if acknowledged and all(said[q][0] == "1" for q in living):

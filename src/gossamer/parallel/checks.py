@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -38,11 +38,17 @@ def refuse_unfit(module: nn.Module) -> None:
             raise GossamerError(f"module {name or kind!r} is sharded by {kind}: Gossamer averages whole models")
         if isinstance(part, nn.parallel.DistributedDataParallel):
             raise GossamerError(f"module {name or kind!r} is a DistributedDataParallel already; give Gossamer the bare module")
+        if isinstance(part, nn.SyncBatchNorm) and any(device.type == "cpu" for device in devices):
+            raise GossamerError(
+                f"module {name or kind!r} is a SyncBatchNorm, which runs on GPUs only; leave convert_sync_batchnorm() out: each worker "
+                "has statistics of its own, and consensus() and average_() average them"
+            )
 
 
-def refuse_strangers(optimizers: Sequence[torch.optim.Optimizer], module: nn.Module, averaged: Mapping[int, str]) -> None:
+def own_optimizers(given: Sequence[Any], module: nn.Module, averaged: Mapping[int, str]) -> tuple[torch.optim.Optimizer, ...]:
     """What is given to ``gossip()`` must be optimizers that train this module, and only what is averaged of it (``averaged``: the
-    names, by id)."""
+    names, by id). Around one there may be another object, as accelerate and Lightning have it; the inner one's ``step()`` counts."""
+    optimizers = [_inner(optimizer) for optimizer in given]
     if not optimizers:
         raise GossamerError("gossip() needs the optimizer, or the optimizers, that train this model")
     if len(set(map(id, optimizers))) < len(optimizers):
@@ -62,27 +68,65 @@ def refuse_strangers(optimizers: Sequence[torch.optim.Optimizer], module: nn.Mod
                 f"gossip(): {type(optimizer).__name__} (argument {k}) trains a parameter that the module got after it was "
                 "wrapped, and which is not averaged; wrap the module when it is complete"
             )
+    return tuple(optimizers)
 
 
-_DDPS = {  # arguments of torch's DDP, and what to do without them
+def _inner(optimizer: Any) -> Any:
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks") and isinstance(
+        getattr(optimizer, "optimizer", None), torch.optim.Optimizer
+    ):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+_DDPS = {  # arguments of torch's DDP that would make a difference here, and what to do instead
     "device_ids": "move the module to its device first",
     "output_device": "outputs stay on the module's device",
-    "find_unused_parameters": "a parameter without a gradient is averaged like any other",
-    "broadcast_buffers": "each worker keeps its own buffers; consensus() and average_() average them",
     "process_group": "all workers take part",
-    "bucket_cap_mb": "parameters travel as one row",
-    "gradient_as_bucket_view": "parameters are views of one row anyway",
-    "static_graph": "it makes no difference",
     "mixed_precision": "use torch.autocast, and gossip(scaler=…)",
+    "init_sync": "init='keep' leaves each worker its own parameters",
+    "delay_all_reduce_named_params": "parameters travel as one row",
+    "param_to_hook_all_reduce": "parameters travel as one row",
+    "device_mesh": "all workers take part",
 }
+_NO_DIFFERENCE = (  # buffers: each worker keeps its own; consensus() and average_() average them
+    *(
+        "find_unused_parameters",
+        "static_graph",
+        "gradient_as_bucket_view",
+        "bucket_cap_mb",
+        "broadcast_buffers",
+        "check_reduction",
+    ),
+    *("dim", "skip_all_reduce_unused_params", "bucket_cap_mb_list"),
+)
 
 
-def refuse_ddps(given: Sequence[str]) -> None:
-    """Arguments that only torch's DDP has, or that do not exist."""
-    for key in given:
+def take_ddps(given: Mapping[str, object], module: nn.Module) -> None:
+    """Arguments of torch's DDP, with values that mean nothing else here than there."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    for key, value in given.items():
+        if key in _NO_DIFFERENCE or (key in _DDPS and value is None):
+            continue
         if key not in _DDPS:
             raise TypeError(f"DecentralizedDataParallel() got an unexpected keyword argument {key!r}")
-        raise GossamerError(f"{key} is an argument of torch's DDP which does not exist here; leave it out: {_DDPS[key]}")
+        if key in ("device_ids", "output_device") and all(_is(device, one) for one in _listed(value)):
+            continue
+        if (key == "init_sync" and value is True) or (key == "process_group" and value is torch.distributed.group.WORLD):
+            continue
+        where = f", and the module is on {device}" if key in ("device_ids", "output_device") else ""
+        raise GossamerError(
+            f"{key}={value!r}{where}: {key} is an argument of torch's DDP which does not exist here; leave it out: {_DDPS[key]}"
+        )
+
+
+def _listed(value: object) -> Sequence[object]:
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+def _is(device: torch.device, other: Any) -> bool:
+    """A number is a GPU's."""
+    return device.type != "cpu" and torch.device(other) == device if isinstance(other, int) else torch.device(other) == device
 
 
 def refuse_merge(method: Method | None) -> None:

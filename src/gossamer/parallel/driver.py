@@ -18,7 +18,7 @@ from gossamer.graphs import Graph
 from gossamer.members.changes import Survival
 from gossamer.methods import Method, Step
 from gossamer.optim import momentum
-from gossamer.parallel import hooks
+from gossamer.parallel import closures, hooks
 from gossamer.parallel.gradients import OwnGradients
 from gossamer.parallel.uneven import Stretch
 from gossamer.rows import profile
@@ -172,18 +172,18 @@ class Driver:
         self._synced, self._means = True, self._means + 1
         self._run(self.method.after_backward)
 
-    def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if self.averaged:
             raise GossamerError(f"optimizer.step() inside consensus() (step {self.steps}): its update would be thrown away")
-        closure = kwargs.get("closure") is not None or any(a is not None and a is not optimizer for a in args)
-        if closure and any(map(self.method.does, ("before_forward", "after_backward", "before_update"))):
-            raise GossamerError(
-                f"optimizer.step(closure) evaluates the loss inside step(), where method {self.method.name!r} has already changed "
-                "parameters or gradients; use order='atc' with a graph, or step() without a closure"
-            )
+        closure = closures.given(optimizer, args, kwargs)
+        if closure is not None and self.method.averages == "gradients":
+            return closures.replaced(args, kwargs, closure, closures.then(closure, self._catch_up))
+        early = closure and any(map(self.method.does, ("before_forward", "after_backward", "before_update")))
+        loss = closures.Early(closure, self.flat, optimizer, self.method.name) if closure and early else None
         self._before_any_update()
         if optimizer is self.optimizers[-1]:
             self._before_update()
+        return closures.replaced(args, kwargs, closure, loss) if loss else None
 
     def _before_any_update(self) -> None:
         if self.method.shares_momentum and not self._looked_for_jumps:
@@ -260,7 +260,7 @@ class Driver:
 
     def adopt(self) -> None:
         """Parameters that were frozen are trained now: their state begins as all did."""
-        if not (self._attached and self.flat.adopt()):
+        if not self.flat.adopt() or not self._attached:
             return
         fresh = self.method.state(self.now.x)
         for name, vector in self.now.state.items():

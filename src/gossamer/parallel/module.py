@@ -15,10 +15,8 @@ and that forward nothing is, so checkpoints, ``load_state_dict`` and EMA swaps a
 from __future__ import annotations
 
 import contextlib
-import copy
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,9 +30,10 @@ from gossamer.graphs import Graph
 from gossamer.members.roster import Change
 from gossamer.members.store import Seat, open_link
 from gossamer.methods import ALL_REDUCE, Averaging, Method, Order
-from gossamer.parallel import averaged, checks, state
+from gossamer.parallel import averaged, checks, state, surroundings
 from gossamer.parallel.driver import Driver
 from gossamer.parallel.hooks import weakly
+from gossamer.parallel.surroundings import Watch
 from gossamer.parallel.uneven import stretch
 from gossamer.parallel.wrapper import Wrapper
 from gossamer.rows.flat import Flat
@@ -61,7 +60,8 @@ class DecentralizedDataParallel(Wrapper):
     - ``timeout``: seconds without a word from a worker we wait for, after which it is an error.
     - ``check_finite``: parameters of a worker that are not finite any more are not averaged, and are an error on that worker.
 
-    Of DDP's other arguments (``device_ids`` …) each is refused with a word on what to do without it.
+    DDP's other arguments (``find_unused_parameters`` …) are taken where they make no difference; one that would is refused, with a word on
+    what to do instead.
     """
 
     is_copy = False
@@ -69,7 +69,7 @@ class DecentralizedDataParallel(Wrapper):
     def __init__(
         self,
         module: nn.Module,
-        graph: str | Graph | Schedule = "auto",
+        graph: str | Graph | Schedule | Sequence[Any] | None = "auto",
         *,
         method: str | Method | None = None,
         order: Order | None = None,
@@ -84,7 +84,9 @@ class DecentralizedDataParallel(Wrapper):
         **ddps: object,
     ) -> None:
         super().__init__()
-        checks.refuse_ddps([*ddps, *(["device_ids"] if isinstance(graph, (list, tuple)) else [])])
+        if graph is None or isinstance(graph, (list, tuple)):  # as DDP(model, [device]) has it
+            graph, ddps = "auto", {"device_ids": graph} | ddps
+        checks.take_ddps(ddps, module)
         if order is not None:
             checks.check_choice("order", order, ("awc", "atc"))
         checks.check_choice("init", init, ("broadcast", "keep"))
@@ -93,7 +95,7 @@ class DecentralizedDataParallel(Wrapper):
         how = Averaging.of(graph, method, wire, local_steps, order)
         checks.refuse_merge(how.method)
         checks.refuse_unfit(module)
-        self.module = module
+        self._show(module)
         self._flat = Flat(self._bare())
         link = open_link(self._flat.device, timeout, joins=True)
         self._exchange = Exchange(link) if link else None
@@ -123,7 +125,7 @@ class DecentralizedDataParallel(Wrapper):
         self._written: tuple[int, Path, tuple[int, ...]] | None = (
             None  # in the background, the last time: step, folder, members
         )
-        self._warned = False
+        self._watch = Watch(self._driver, alike=init == "broadcast") if self._exchange is not None else None
         # Not as a decorator: that would load the whole compiler when Gossamer is imported.
         self._plainly = torch.compiler.disable(weakly(self._on_forward))
         if self._exchange is not None:
@@ -219,7 +221,7 @@ class DecentralizedDataParallel(Wrapper):
         name), and ``on_change``, called with each :class:`Change` of the members just before the step in which it takes effect.
         """
         checks.refuse_moment(self, "gossip()", busy=True)
-        checks.refuse_strangers(optimizers, self._bare(), self._flat.names)
+        optimizers = checks.own_optimizers(optimizers, self._bare(), self._flat.names)
         self.method.refuse(self.schedule.first(), optimizers, self.steps)
         self._agree(
             {
@@ -241,9 +243,9 @@ class DecentralizedDataParallel(Wrapper):
         return self.module(*args, **kwargs)
 
     def _on_forward(self) -> None:
-        if not self._driver.optimizers and self._exchange is not None and not self._warned:
-            self._warned = True
-            warnings.warn("model.gossip(optimizer) was not called, so nothing is averaged", stacklevel=3)
+        surroundings.refuse_ddp_around(self)
+        if self._watch is not None and not self._driver.optimizers:
+            self._watch.forgotten()
         self._driver.on_forward(self.require_backward_grad_sync)
 
     @contextlib.contextmanager
@@ -284,6 +286,8 @@ class DecentralizedDataParallel(Wrapper):
         for the averaged model (and averaged over the workers), which is more faithful than their mean.
         """
         checks.refuse_moment(self, "consensus()", averaged=True)
+        if not self._driver.busy:
+            self._driver.adopt()
         self._flat.check(busy=self._driver.busy and not self._mixer.send_copy)
         touched = self._flat.touched
         with averaged.averaged(self._flat, self._mixer, self.module, reestimate):
@@ -304,8 +308,11 @@ class DecentralizedDataParallel(Wrapper):
                 "the job may have ended without it"
             )
         checks.refuse_moment(self, "average_()", averaged=True, busy=True)
+        self._driver.adopt()
         self._flat.check()
         averaged.average_(self._flat, self._mixer)
+        if self._watch is not None:
+            self._watch.alike_at = self.steps
 
     @contextlib.contextmanager
     def uneven(self) -> Iterator[None]:
@@ -336,6 +343,7 @@ class DecentralizedDataParallel(Wrapper):
         What goes wrong there is an error of the next ``save()``, or of ``close()``, which wait for that thread.
         """
         checks.refuse_moment(self, "save()", averaged=True, busy=True)
+        self._driver.adopt()
         self._flat.check()
         if self._joining:
             print(f"gossamer: rank {self.rank} takes no part until its next training step, and saves nothing", flush=True)
@@ -370,21 +378,11 @@ class DecentralizedDataParallel(Wrapper):
             return
         self._refuse_busy("close()")
         self._driver.detach()
-        self._warned, self.is_copy = True, True
+        self.is_copy, self._watch = True, None
         if self._exchange is not None:
             self._exchange.drop()
         if (problem := self._writer.finish()) is not None:
             raise problem
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DecentralizedDataParallel:
-        """The model, but not its place among the workers: for an EMA, or a frozen target network."""
-        made = type(self).__new__(type(self))
-        nn.Module.__init__(made)
-        memo[id(self)] = made
-        made.module = copy.deepcopy(self.module, memo)
-        made.training = self.training
-        made._exchange, made.is_copy = None, True
-        return made
 
     def _refuse_busy(self, what: str) -> None:
         if not self.is_copy:

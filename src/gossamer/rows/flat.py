@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from gossamer.errors import GossamerError
 from gossamer.rows.block import Block, check_parameters
@@ -64,7 +65,7 @@ class Flat:
             self.blocks.append(block)
             views = block.tensors(block.x)
             for name, p, _ in named:
-                view = views[name][0]
+                view = _alone(views[name][0])
                 owner, key = owners[name.rpartition(".")[0]]._parameters, name.rpartition(".")[2]
                 held = _Held(name, p, owner, key, view, view.data_ptr())
                 self._held.append(held)
@@ -131,7 +132,8 @@ class Flat:
         """Let the parameters show other rows (one per block), or their own again."""
         views = self.views(rows or [None] * len(self.blocks))
         for held in self._held:
-            held.parameter.data = views.get(id(held.parameter), held.view)
+            shown = views.get(id(held.parameter))
+            held.parameter.data = held.view if shown is None else _alone(shown)
 
     def views(self, rows: Sequence[Tensor | None]) -> dict[int, Tensor]:
         """Rows (one per block, or none) as tensors of the parameters' shapes, by ``id(parameter)``."""
@@ -165,3 +167,12 @@ class Flat:
                 trained = "" if t.requires_grad or kind == "buffer" else " frozen"
                 made[f"{kind} {name!r}"] = f"{str(t.dtype)[6:]} {list(t.shape)} strides {list(t.stride())}{trained}"
         return made
+
+
+def _alone(view: Tensor) -> Tensor:
+    """The same memory, as a tensor whose storage is no larger than itself: ``torch.save`` of one parameter writes a whole storage, and
+    safetensors refuses tensors that share one."""
+    if not view.numel():
+        return view
+    line = view.as_strided((view.numel(),), (1,)).view(torch.uint8)  # bytes: the same for each dtype
+    return from_dlpack(line).view(view.dtype).as_strided(view.shape, view.stride())  # type: ignore[no-any-return]

@@ -206,7 +206,9 @@ class Operation:
             if other.get("for") == link.rank and other.get("in") != self.what:
                 raise self.failure(
                     f"they wait for each other: rank {self._name} is {_where(other)}. "
-                    "Everything that all workers take part in (step, consensus, mean) must be called by all, in the same order"
+                    "Everything that all workers take part in (step, consensus, mean) must be called by all, in the same order. "
+                    "A step() that one worker skips (a NaN check of its own, a GradScaler without gossip(scaler=…)) ends like this too: "
+                    "decide with model.mean(…)"
                 )
             doing = (
                 f"it is {_where(other)} and waits for rank {link.names[other['for']]}" if other else "nothing is known of it"

@@ -174,7 +174,7 @@ class Launcher:
             return
         self._looking, self._looked = True, time.monotonic()
         training = len(self._training)
-        joining = [worker.ticket for worker in self._running if not worker.trains]
+        joining = [worker.ticket for worker in self._workers.values() if not worker.trains]
         self._store.do(lambda: self._store.look(training, joining), self._heard)
 
     def _heard(self, news: News | None) -> None:
@@ -182,8 +182,10 @@ class Launcher:
         if news is None:
             return
         self._news = news
-        for worker in self._running:
-            worker.trains = worker.trains or worker.ticket in news.joined
+        for worker in self._workers.values():
+            if not worker.trains and worker.ticket in news.joined:
+                worker.trains = True
+                self._note(f"rank {worker.rank} has joined the others")
         if news.generation > self._place.generation:
             self._follow(news.generation)
         elif news.start_failed and not self._start_failed and self._next is None and not self._stopping:
