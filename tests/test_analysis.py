@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from gossamer.dbench import analysis as a
-from gossamer.dbench.findings import findings
+from gossamer.dbench import report
+from gossamer.dbench.figures import colours, figures
+from gossamer.dbench.findings import findings, shown
 from gossamer.dbench.spec import load
 from gossamer.dbench.store import Run
 from gossamer.rows.profile import MEASURES
@@ -99,10 +101,29 @@ def test_connections_correlate_with_the_metric():
 
 
 def test_early_dispersion():
-    # The first tenth holds the first look only: ring (.4+.2)/2 = .3, torus .2, complete .2. Ranks 3, 1.5, 1.5.
-    assert RUNS[1].early("gini") == pytest.approx(0.3)
-    # Seed 0 against .5, .7, .9 (ranks 1, 2, 3): ρ of (3, 1.5, 1.5) and (1, 2, 3) is -√3/2. Seed 1, ranks (2, 1, 3): 0.
-    assert a.metric_against_early_dispersion(RUNS, 8, "gini").mean == pytest.approx((-math.sqrt(3) / 2 + 0) / 2, abs=1e-6)
+    # The first tenth holds the look before the first average only, where a seed's methods are equal; so the second one counts as well:
+    # ring (.3 + .3) / 2 = .3, torus .2, complete (.2 + .1) / 2 = .15. Ranks 3, 2, 1.
+    assert [r.early("gini") for r in RUNS[1:4]] == pytest.approx([0.3, 0.2, 0.15])
+    # Seed 0 against .5, .7, .9 (ranks 1, 2, 3): ρ = -1. Seed 1, ranks (2, 1, 3): -0.5.
+    assert a.metric_against_early_dispersion(RUNS, 8, "gini").mean == pytest.approx(-0.75)
+
+
+def test_no_interval_is_shown_over_two_seeds():
+    assert shown(a.estimate([0.5, 0.6])) == "0.550"
+    assert shown(a.estimate([0.5, 0.6, 0.7])) == "0.600 ± 0.248"
+    assert "There are two seeds only, so there are no intervals" in findings(RUNS, load("quickstart"), "accuracy", True)[-1]
+
+
+def test_the_best_is_told_apart_only_if_it_is():
+    def best(*values, higher=True):
+        finals = a.finals([run(m, 8, s, v + s / 1000) for m, v in zip("abc", values, strict=False) for s in range(3)], higher)
+        found = report._best(finals, higher)
+        return found and found.method
+
+    assert best(0.979, 0.976) is None
+    assert best(0.9, 0.9) is None
+    assert best(0.9, 0.7, 0.6) == "a"
+    assert best(0.9, 0.7, 0.6, higher=False) == "c"
 
 
 def test_ranks_by_hand():
@@ -166,3 +187,12 @@ def test_a_diverged_run_ranks_last_and_leaves_the_curves_alone():
     assert ranks["torus"].tolist() == [1, 3]
     assert len(a.dispersion_over_time(runs, "torus", 4, "gini").steps) == 0
     assert math.isnan(next(f for f in a.finals(runs) if f.method == "torus").bytes)
+
+
+def test_a_method_has_the_same_colour_in_each_report_and_the_last_epoch_is_seen():
+    few, many = ([run(m, 8, 0, 0.5) for m in methods] for methods in (("ada", "mine"), ("centralized", "mine", "other", "ada")))
+    assert colours(few)["ada"] == colours(many)["ada"]
+    assert len(set(colours(many).values())) == 4
+    drawn = {figure.id: figure for figure in figures([run("ada", 8, 0, 0.5, degree=3.0)], "accuracy", True)}
+    models = drawn["models"].variants[0]["data"][0]
+    assert models["x"] == [30, 60]  # 10 steps in each epoch, 3 connections

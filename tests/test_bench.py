@@ -26,9 +26,11 @@ from gossamer.dbench.report import write
 from gossamer.dbench.results import as_csv, as_table, results
 from gossamer.dbench.store import FILE, Store
 from gossamer.errors import GossamerError
+from gossamer.methods import Method
 from gossamer.rows.replicas import Replicas
 from tests.commands import ROOT, gossamer, inside
 from tests.models import task
+from tests.test_methods import registered
 
 SPEC = """
 name = "small"
@@ -499,6 +501,90 @@ def test_compare_tells_noise_from_difference(uninterrupted, tmp_path):
     assert text.count("within noise") == 2
     assert "differs: 0 diverged in A, 1 in B" in text
     assert "not finished in B" in text
+
+
+def test_compare_of_two_settings_of_one_method_says_shortly_what_differs(tmp_path):
+    raw = {
+        "name": "mine",
+        "replicas": [4],
+        "methods": ["ring"],
+        "seeds": [0, 1, 2],
+        "task": {"name": "toy", "epochs": 1, "batch": 8},
+    }
+    faster = raw | {"optimizer": {"lr": 0.2}, "methods": [{"name": "ring", "options": {"momentum": 0.9}}, "complete"]}
+    for name, grid, made in (("a", raw, task()), ("b", faster, task()), ("other", raw, task(samples=320))):
+        bench(specs.build(grid), tmp_path / name, task=made, quiet=True)
+    text = " ".join(inside("compare", tmp_path / "a", tmp_path / "b").stdout.split())
+    assert "optimizer.lr: 0.1 there, 0.2 here" in text
+    assert "methods.ring.options.momentum: None there, 0.9 here" in text
+    assert "methods: 'complete' is not there" in text
+    assert re.search(r"ring +4 +0\.\d+ ± ", text.replace("│", " "))
+    refused = inside("compare", tmp_path / "a", tmp_path / "other")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "are of different tasks: task.train: [[640, 8, 8], [640]] there" in refused.stderr
+
+
+def test_a_run_that_diverges_is_said_and_is_not_success(tmp_path):
+    (tmp_path / "wild.toml").write_text(SPEC.replace("lr = 0.3", "lr = 1e30").replace('"centralized", "ring", "ada"', '"ring"'))
+    done = inside("bench", tmp_path / "wild.toml", "--out", tmp_path / "out", "--jobs", 1, "--quiet")
+    assert done.returncode == 1
+    assert "4 of 4 runs are finished, 4 of them diverged. The report:" in done.stdout
+    assert re.search("gossamer: ring, n=4, seed 0 diverged: .*replica", done.stderr)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "4 of 4 runs diverged (ring at n=4, ring at n=8)" in page
+    assert "Accuracy by epoch" not in page  # no empty axes
+
+
+def test_results_of_an_own_method_are_opened_where_it_is_not_known(tmp_path):
+    """The method's state is counted in bytes and in checkpoints: tests/test_methods.py, tests/test_checkpoints.py."""
+    with registered():
+
+        class Halfway(Method):
+            name = "halfway-of-ones-own"
+
+            def after_update(self, s):
+                transfer = s.mix(s.x)
+                s.look()
+                transfer.into(s.x)
+
+        raw = {"name": "own", "replicas": [4], "methods": ["ring"], "algorithm": "halfway-of-ones-own"}
+        bench(specs.build(raw | {"task": {"name": "toy", "epochs": 1, "batch": 8}}), tmp_path, task=task(), quiet=True)
+    with pytest.raises(GossamerError, match="halfway-of-ones-own"):
+        specs.build(raw | {"task": {"name": "toy", "epochs": 1, "batch": 8}})
+    for command in (["results", tmp_path, "--json"], ["report", tmp_path], ["compare", tmp_path, tmp_path]):
+        done = inside(*command)
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_grid_that_no_memory_holds_says_how_large_it_is(tmp_path):
+    text = SPEC.replace("[4, 8]", "[100000]").replace("[task]", "[task]\noptions = { hidden = [4096, 4096] }")
+    (tmp_path / "huge.toml").write_text(text)
+    done = inside("bench", tmp_path / "huge.toml", "--out", tmp_path / "out")
+    assert done.returncode == 2
+    assert re.search(
+        r"100,000 replicas of a model of 68.* MB need 20,5.. GB at least, and this machine has .* at most \d+ rep", done.stderr
+    )
+    assert not (tmp_path / "out" / FILE).exists()
+
+
+def test_no_column_is_lost_in_a_pipe(uninterrupted):
+    for command in (
+        ["results", uninterrupted],
+        ["compare", uninterrupted, uninterrupted],
+        ["plan", "office-1g", "--params", "25k"],
+    ):
+        if command[0] == "plan":
+            command += ["--workers", "32", "--figure", uninterrupted / "plan.html"]
+        done = subprocess.run(
+            [sys.executable, "-m", "gossamer", *map(str, command)],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"COLUMNS": "60"},
+        )
+        assert done.returncode == 0, done.stderr
+        for word in {"results": "seconds", "compare": "verdict", "plan": "wait"}[command[0]].split():
+            assert word in done.stdout
+        assert "…" not in done.stdout
 
 
 def test_graph_command_prints_and_draws(tmp_path):

@@ -26,6 +26,13 @@ def test_own_model(tmp_path):
     assert (ROOT / "examples" / "own_model.py").read_text() in shown
 
 
+def test_own_data():
+    errors = [float(line.split()[-1]) for line in run("examples/own_data.py").splitlines()]
+    assert len(errors) == 6
+    assert errors[-1] < errors[0] / 2
+    assert (ROOT / "examples" / "own_data.py").read_text() in (ROOT / "docs" / "own-model.md").read_text()
+
+
 def test_compare_graphs():
     text = run("examples/compare_graphs.py", "digits", "--replicas", "6", "--epochs", "2")
     for name in ("centralized", "D-complete", "exponential", "torus", "ring", "Ada"):

@@ -30,7 +30,7 @@ from tests.models import Cnn, task
 
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
 DRIVER = shutil.which("chromedriver")
-FIGURES = {"epochs", "connections", "scale", "bytes", "dispersion", "ranks", "early", "tensors", "degree"}
+FIGURES = {"epochs", "connections", "scale", "bytes", "models", "dispersion", "ranks", "early", "tensors", "degree"}
 # Without a browser there is nothing to test with; CI installs one, and there a missing browser is a failure.
 needs_browser = pytest.mark.skipif(
     not (CHROMIUM and DRIVER) and not os.environ.get("CI"), reason="no chromium and chromedriver on this machine"
@@ -190,9 +190,7 @@ def test_lower_is_better_everywhere(tmp_path):
     values = {m: [r.value for r in Store(tmp_path / "a" / FILE).runs() if r.method == m] for m in ("complete", "slow")}
     assert max(values["complete"]) < min(values["slow"])
     table = page[page.index("<table>") : page.index("</table>")]
-    bold = table[table.index("<strong>") : table.index("</strong>")]
-    assert "slow" not in table[: table.index("<strong>")]
-    assert float(bold.removeprefix("<strong>").split()[0]) < min(values["slow"])
+    assert "<strong>" not in table  # two seeds, which tell nothing apart
     assert "lower is better. Its BatchNorm statistics are estimated anew on training data." in page
     assert "Worse than centralized at n=4, seed by seed: slow (+" in page
     assert "(slow) to" in page[page.index("At n=4 the averaged model") :][:200]

@@ -1,12 +1,14 @@
 """Texts are read in order, each prediction once; what is drawn does not depend on how replicas are spread; BatchNorm's statistics."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gossamer.data.sampling import sampler
-from gossamer.data.sources import Draw, Source, Tensors, Text
+from gossamer.data.sources import Draw, Items, Source, Tensors, Text, source
+from gossamer.data.tasks import Metric, Task
 from gossamer.errors import GossamerError
 from gossamer.trainer import Settings, Trainer
 from tests.models import Cnn, task
@@ -115,3 +117,96 @@ def test_sources_of_different_length_are_refused():
         Tensors(torch.zeros(3), torch.zeros(2))
     with pytest.raises(GossamerError, match="at least one tensor"):
         Tensors()
+
+
+class Points(torch.utils.data.Dataset):
+    """Samples one by one, with a random transform."""
+
+    def __init__(self, task, noise=0.0):
+        self.x, self.targets = task.train
+        self.noise = noise
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, k):
+        return self.x[k] + self.noise * torch.randn(8, 8), int(self.targets[k])
+
+
+def trained(build, train, test, partition="reshuffled", **more):
+    settings = Settings(replicas=4, epochs=1, batch=8, backend="loop", partition=partition)
+    trainer = Trainer(Task("toy", build, train, test, **more), settings, "ring")
+    trainer.run()
+    return trainer.value(), trainer.history[-1].train_loss
+
+
+def test_what_torch_and_numpy_call_data_is_a_source():
+    toy = task()
+    expected = trained(toy.build, toy.train, toy.test, "dirichlet:alpha=1")
+    loader = torch.utils.data.DataLoader
+    arrays = tuple(np.asarray(tensor.numpy(), dtype) for tensor, dtype in zip(toy.train, ("float64", "int32"), strict=True))
+    kinds = (Points(toy), loader(Points(toy), batch_size=3, shuffle=True), torch.utils.data.TensorDataset(*toy.train), arrays)
+    for data in kinds:
+        assert trained(toy.build, data, toy.test, "dirichlet:alpha=1") == pytest.approx(expected, abs=1e-6), type(data)
+    some = source(torch.utils.data.Subset(Points(toy), [5, 3]))
+    assert some.classes.tolist() == toy.train[1][[5, 3]].tolist()
+    assert some.describe() == [[2, 8, 8], [2]]
+    assert source(toy.train[0]).describe() == [[640, 8, 8]]
+
+
+def test_random_transforms_depend_on_step_and_replica_only():
+    data = Items(Points(task(), noise=1.0))
+    index = torch.arange(6).reshape(3, 2)
+    whole = data.draw(index, Draw(1, 7, 0))[0]
+    torch.randn(3)
+    assert torch.equal(data.draw(index[1:], Draw(1, 7, 1))[0], whole[1:])
+    assert not torch.equal(data.draw(index, Draw(1, 8, 0))[0], whole)
+
+
+def test_data_that_replicas_cant_take_by_number_say_so():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(())
+
+    class Named(Points):
+        def __getitem__(self, k):
+            return {"x": self.x[k]}
+
+    weighted = torch.utils.data.WeightedRandomSampler(torch.ones(640), 640)
+    for data, message in (
+        (Stream(), "Stream gives samples in an order of its own"),
+        (torch.utils.data.DataLoader(Points(task()), sampler=weighted), "a DataLoader with a WeightedRandomSampler"),
+        (Named(task()), "Named gives dict; a sample is a tuple"),
+    ):
+        with pytest.raises(GossamerError, match=message):
+            source(data).take(torch.arange(2))
+
+
+def test_two_inputs_go_to_the_model_with_the_usual_loss_and_metric():
+    toy = task()
+
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = toy.build()
+
+        def forward(self, a, b):
+            return self.inner(a - b)
+
+    x, y = toy.train
+    value, _ = trained(Two, (x, torch.zeros_like(x), y), (toy.test[0], torch.zeros_like(toy.test[0]), toy.test[1]))
+    assert value > 0.15
+
+
+def test_a_metric_that_is_not_per_sample_is_refused():
+    toy = task()
+    model, samples = toy.build(), (torch.zeros(2049, 8, 8), torch.zeros(2049, dtype=torch.long))
+    right = Metric("error", lambda m, x, y: (m(x) - y[:, None]).square().mean(dim=1))
+    assert right.of(model, samples) >= 0
+    for score, found in (
+        (lambda m, x, y: (m(x) - y[:, None]).square().mean(), r"a tensor \[\] for 2048 samples"),
+        (lambda m, x, y: float(m(x).mean()), "a float for 2048 samples"),
+        (lambda m, x, y: m(x)[:5, 0], r"a tensor \[5\] for 2048 samples"),
+    ):
+        with pytest.raises(GossamerError, match=f"metric 'error': score.. returned {found}; it gives one number per sample"):
+            Metric("error", score).of(model, samples)

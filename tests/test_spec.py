@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gossamer.dbench import report
 from gossamer.dbench import spec as specs
 from gossamer.errors import GossamerError
 
@@ -61,6 +62,33 @@ def test_a_spec_survives_being_stored():
     assert specs.differences(spec.model_dump(mode="json"), other) == ["seeds: [0, 1] there, [0] here"]
 
 
+ODD = GOOD.replace('name = "small"', 'name = "a \\"b\\" \\\\ ü \\u007f"\ntarget = { value = 1e-30 }')
+FAILING = """
+[failures.none]
+[failures."for a while"]
+events = [{ share = 0.25, at = 1.0, back = 2.0 }]
+"""
+SEARCHED = """
+[search]
+lr = [0.1, 0.2]
+seeds = [100]
+"""
+
+
+@pytest.mark.parametrize("text", [GOOD, ODD, GOOD + FAILING, GOOD.replace("lr = 0.2, ", "") + SEARCHED, *specs.shipped()])
+def test_the_spec_in_a_report_can_be_run(text):
+    spec = specs.load(text) if text in specs.shipped() else specs.parse(text)
+    assert specs.parse(report._spec(spec)) == spec
+
+
+def test_results_of_a_method_that_is_not_known_here_can_be_read():
+    raw = specs.parse(GOOD).model_dump(mode="json") | {"algorithm": "of-a-persons-own:beta=2"}
+    with pytest.raises(GossamerError, match="algorithm.*'of-a-persons-own"):
+        specs.build(raw)
+    stored = specs.build(raw, stored=True)
+    assert [method.centralized for method in stored.methods] == [True, False, False]
+
+
 @pytest.mark.parametrize("name", specs.shipped())
 def test_shipped_specs_are_valid_and_need_no_code(name):
     spec = specs.load(name)
@@ -106,6 +134,20 @@ BAD = [
     (changed('"linear"', '"cubic"'), "learning_rate.scaling: "),
     (changed('"loop"', '"magic"'), "backend: .*'magic' is not known"),
     (changed("lr = 0.2, ", "speed = 2, "), "methods.2.speed is not a known key"),
+    (changed("[0.3, 0.6]", "[30, 60]"), r"learning_rate: milestones=\[30(.0)?, 60(.0)?\]: they are fractions of all steps"),
+    (
+        changed('shape = "step-decay"\n', ""),
+        "learning_rate.milestones has no effect with shape = 'constant'; it is for 'step-decay'",
+    ),
+    (changed('shape = "step-decay"', 'shape = "warmup-cosine"'), "milestones has no effect with shape = 'warmup-cosine'"),
+    (changed('shape = "step-decay"', 'shape = "step-decay"\nfinal = 0.0'), "final has no effect with shape = 'step-decay'"),
+    (changed('scaling = "linear"', "").replace(', scaling = "sqrt"', ""), "reference has no effect without scaling"),
+    (changed('"ring"', '{ name = "gradients", algorithm = "allreduce", graph = "ring" }'), "graph = 'ring' has no effect"),
+    (
+        changed('"centralized"', '{ name = "centralized", graph = "ring" }'),
+        "method 'centralized': graph = 'ring' has no effect",
+    ),
+    (changed("epochs = 3", 'epochs = 3\ndata = "/there"'), "task.data has no effect: digits/mlp comes with its data"),
     ("name = ", "is not valid TOML"),
     ("", "name is missing"),
 ]

@@ -12,7 +12,6 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
 from rich.table import Table
 
 import gossamer
@@ -30,6 +29,7 @@ from gossamer.graphs import picture
 from gossamer.members.store import open_link
 from gossamer.runtime import commands as runtime
 from gossamer.runtime import doctor
+from gossamer.runtime.figure import show
 from gossamer.transport.exchange import Exchange
 
 app = typer.Typer(
@@ -38,6 +38,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+_SHOWN = 5  # runs that diverged
 _DENSE = 2048  # replicas up to which n × n matrices are cheap
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="An output folder of gossamer bench.")]
 
@@ -94,6 +95,8 @@ def bench_command(
     gossamer bench quickstart 'seeds=[0]' task.epochs=2
 
     gossamer init fashion-mnist/mlp --out mine.toml && gossamer bench mine.toml
+
+    Exit code: 0 if all runs are finished, 1 if some of them diverged, 130 after Ctrl-C, 2 for a mistake in the spec or this command.
     """
     read = load(spec, changes or ())
     name = " ".join([read.name, *(changes or ())])
@@ -106,12 +109,23 @@ def bench_command(
     )
     if exchange is not None and exchange.rank:
         return  # the first one says it all
+    diverged = []
     if outcome.finished:
-        path = reporting.write(outcome.out)
-        typer.echo(f"{outcome.finished} of {outcome.total} runs are finished. The report: {path}")
+        diverged = [run for run in Store(outcome.out / FILE).runs() if run.status == "diverged"]
+        some = f", {len(diverged)} of them diverged" if diverged else ""
+        typer.echo(f"{outcome.finished} of {outcome.total} runs are finished{some}. The report: {reporting.write(outcome.out)}")
+        for run in diverged[:_SHOWN]:
+            typer.echo(f"gossamer: {run.cell} diverged: {run.message}", err=True)
+        if len(diverged) > _SHOWN:
+            typer.echo(
+                f"gossamer: and {len(diverged) - _SHOWN} more; gossamer results {outcome.out} --json has their messages",
+                err=True,
+            )
     if not outcome.complete:
         typer.echo("Stopped. Give the same command again to go on.", err=True)
         raise typer.Exit(130)
+    if diverged:
+        raise typer.Exit(1)
 
 
 def _workers(device: str, jobs: int | None) -> tuple[Exchange | None, str]:
@@ -151,13 +165,13 @@ def results_command(
     elif csv:
         typer.echo(as_csv(rows), nl=False)
     else:
-        Console().print(as_table(rows, with_failures=bool(store.spec().failures)))
+        show(as_table(rows, with_failures=bool(store.spec().failures)))
 
 
 @app.command("compare")
 def compare_command(first: Folder, second: Folder) -> None:
-    """Show what differs between two outputs of the same spec, and whether that is more than noise."""
-    Console().print(comparing.table(Store(first / FILE), Store(second / FILE)))
+    """Show what differs between two outputs of the same task, method by method, and whether that is more than noise."""
+    show(comparing.table(Store(first / FILE), Store(second / FILE)))
 
 
 @app.command("graph")
@@ -186,7 +200,7 @@ def graph_command(
     table.add_row(
         "bytes per step", f"{one:.3g} model sizes per replica (all-reduce: {graphs.complete(n).cost(1_000_000) / 1e6:.3g})"
     )
-    Console().print(table)
+    show(table)
     if picture.can_draw(graph):
         path = picture_file or Path(f"{name.replace(':', '-').replace('=', '').replace(',', '-')}-{n}.svg")
         try:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import difflib
+import json
+import math
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo
 
 from gossamer.errors import GossamerError
 
@@ -20,6 +23,11 @@ class Part(BaseModel):
     """A table of a file. It takes no key that it does not know, and no value of another type."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def stored(info: ValidationInfo) -> bool:
+    """Whether this was valid when a run was made of it: what is refused since then, or not known here, does not matter any more."""
+    return bool(info.context)
 
 
 @dataclass(frozen=True)
@@ -104,3 +112,32 @@ def explain(fault: Any, whole: type[BaseModel], parts: Mapping[str, type[BaseMod
     message = str(fault["msg"]).removeprefix("Value error, ").replace("\n", " ")
     given = "" if fault["type"] == "value_error" else f" (it is {fault['input']!r:.60})".replace("\n", " ")
     return f"{key}: {message}{given}" if key else message
+
+
+def written(data: Mapping[str, Any]) -> str:
+    """As TOML: plain keys first, then a table for each mapping; of a mapping of mappings, a table for each of these."""
+    tables = {key: value for key, value in data.items() if isinstance(value, Mapping)}
+    lines = [f"{_key(key)} = {_toml(value)}" for key, value in data.items() if key not in tables]
+    for key, table in tables.items():
+        whole: dict[tuple[str, ...], Mapping[str, Any]] = {
+            (_key(key), _key(name)): inner for name, inner in table.items() if isinstance(inner, Mapping)
+        }
+        if not table or len(whole) < len(table):
+            whole = {(_key(key),): table}
+        for names, inner in whole.items():
+            lines += ["", f"[{'.'.join(names)}]", *(f"{_key(k)} = {_toml(v)}" for k, v in inner.items())]
+    return "\n".join(lines).lstrip("\n")
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(k)} = {_toml(v)}" for k, v in value.items()) + " }" if value else "{}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # nan, inf and -inf, where JSON has nothing
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

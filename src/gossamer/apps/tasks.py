@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
@@ -95,11 +96,20 @@ class Transformer(Options):
 
 @dataclass(frozen=True)
 class Wish:
-    """What a person asks for: a task by name, the folder of its data, and samples per replica and step."""
+    """What a person asks for: a task by name, the folder of its data, and samples per replica and step. ``blank``: only the model counts,
+    so a batch of zeros will do where the data do not shape it."""
 
     name: str
     folder: Path | None
     batch: int
+    blank: bool = False
+
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> tuple[data.Pair, data.Pair]:
+        pair = torch.zeros(self.batch, *shape, dtype=dtype), torch.zeros(self.batch, dtype=torch.long)
+        return pair, pair
+
+    def fashion_mnist(self) -> tuple[data.Pair, data.Pair]:
+        return self.zeros(28, 28) if self.blank else data.fashion_mnist(self.folder)
 
 
 def _digits_mlp(wish: Wish, options: Perceptron) -> Task:
@@ -107,12 +117,12 @@ def _digits_mlp(wish: Wish, options: Perceptron) -> Task:
 
 
 def _fashion_mlp(wish: Wish, options: Perceptron) -> Task:
-    pairs = _some(*data.fashion_mnist(wish.folder), options)
+    pairs = _some(*wish.fashion_mnist(), options)
     return Task(wish.name, functools.partial(models.mlp, 784, 10, options.hidden), *pairs)
 
 
 def _fashion_cnn(wish: Wish, options: Convolutional) -> Task:
-    pairs = _some(*data.fashion_mnist(wish.folder), options)
+    pairs = _some(*wish.fashion_mnist(), options)
     return Task(wish.name, functools.partial(models.cnn, 10, options.width, norm=options.norm), *pairs)
 
 
@@ -125,7 +135,8 @@ def _cifar_densenet(wish: Wish, options: Dense) -> Task:
 
 
 def _cifar(wish: Wish, build: Callable[[], nn.Module], options: Residual | Dense) -> Task:
-    train, test = _some(*data.cifar10(wish.folder), options)
+    pairs = wish.zeros(3, 32, 32, dtype=torch.uint8) if wish.blank else data.cifar10(wish.folder)
+    train, test = _some(*pairs, options)
     images = Images(*train, augment.CIFAR10, crop=4 if options.augment else 0)
     return Task(wish.name, build, images, Images(*test, augment.CIFAR10))
 
@@ -161,13 +172,14 @@ def _some(train: data.Pair, test: data.Pair, options: Options) -> tuple[data.Pai
 class _Kind:
     options: Options  # the defaults; another instance of the same class says otherwise
     make: Callable[[Wish, Any], Task]
+    embedded: bool = False  # its data come with Gossamer
 
 
 _TASKS: dict[str, _Kind] = {
     "cifar10/densenet100": _Kind(Dense(), _cifar_densenet),
     "cifar10/resnet20": _Kind(Residual(), _cifar_resnet),
     "cifar10/resnet8": _Kind(Residual(depth=8, width=8, norm="group"), _cifar_resnet),
-    "digits/mlp": _Kind(Perceptron(), _digits_mlp),
+    "digits/mlp": _Kind(Perceptron(), _digits_mlp, embedded=True),
     "fashion-mnist/cnn": _Kind(Convolutional(), _fashion_cnn),
     "fashion-mnist/mlp": _Kind(Perceptron(hidden=(128, 128)), _fashion_mlp),
     "imagenet/resnet50": _Kind(Bottleneck(), _imagenet_resnet50),
@@ -185,15 +197,19 @@ def defaults(name: str) -> dict[str, Any]:
     return _TASKS[name].options.model_dump()
 
 
-def check(name: str, options: Mapping[str, Any] | None = None) -> None:
+def check(name: str, options: Mapping[str, Any] | None = None, folder: str | None = None) -> None:
     """Whether there is such a task with such options; needs no data."""
     _options(name, options)
+    if folder is not None and _TASKS[name].embedded:
+        raise GossamerError(f"task.data has no effect: {name} comes with its data; leave it out")
 
 
-def make(name: str, folder: Path | None = None, options: Mapping[str, Any] | None = None, batch: int = 1) -> Task:
-    """``batch``: samples per replica and step, which a model that carries a state must know."""
+def make(
+    name: str, folder: Path | None = None, options: Mapping[str, Any] | None = None, batch: int = 1, blank: bool = False
+) -> Task:
+    """``batch``: samples per replica and step, which a model that carries a state must know. ``blank``: see :class:`Wish`."""
     checked = _options(name, options)
-    return _TASKS[name].make(Wish(name, folder, batch), checked)
+    return _TASKS[name].make(Wish(name, folder, batch, blank), checked)
 
 
 def _options(name: str, given: Mapping[str, Any] | None) -> Options:

@@ -15,6 +15,18 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def memory() -> int | None:
+    """Bytes of main memory, or of what the container may use of it; None where the system does not say."""
+    try:
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+    try:
+        return min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (ValueError, OSError):
+        return whole
+
+
 @functools.cache
 def describe() -> dict[str, str | int]:
     packages = ("gossamer", "torch", "numpy", "scipy", "networkx", "plotly")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gossamer.data import partitions, seeds
 from gossamer.data.partitions import Shards
-from gossamer.data.sources import Batch, Draw, Source, Text, source
+from gossamer.data.sources import Batch, Data, Draw, Source, Text, source
 from gossamer.errors import GossamerError
 from gossamer.spelling import Registry, plain_name
 
@@ -31,7 +31,7 @@ from gossamer.spelling import Registry, plain_name
 class Sampler(ABC):
     """``batch`` samples per replica and step; an epoch is as many steps as see each sample about once."""
 
-    def __init__(self, data: Source | Batch, n: int, batch: int, seed: int) -> None:
+    def __init__(self, data: Data, n: int, batch: int, seed: int) -> None:
         self.data, self.n, self.size, self.seed = source(data), n, batch, seed
         self.samples = len(self.data)
         if batch < 1:
@@ -78,7 +78,7 @@ class Reshuffled(Sampler):
 class Sharded(Sampler):
     """Replica i draws from ``shards[i]`` only, each time round in a new order; a small shard comes round more often."""
 
-    def __init__(self, data: Source | Batch, n: int, batch: int, seed: int, shards: Sequence[Tensor]) -> None:
+    def __init__(self, data: Data, n: int, batch: int, seed: int, shards: Sequence[Tensor]) -> None:
         super().__init__(data, n, batch, seed)
         self.shards = shards
 
@@ -133,7 +133,7 @@ class Streams(Sampler):
         return (*made, fresh)
 
 
-def sampler(partition: str, data: Source | Batch, n: int, batch: int, seed: int) -> Sampler:
+def sampler(partition: str, data: Data, n: int, batch: int, seed: int) -> Sampler:
     """The Sampler that a person names."""
     data = source(data)
     name = plain_name(check_partition(partition))

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Union
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
 
 from gossamer.data import seeds
 from gossamer.errors import GossamerError
 
 Batch = tuple[Tensor, ...]
 Loss = Callable[..., Tensor]  # loss(model, *batch of one replica) -> a scalar
+Data = Union["Source", "Dataset[Any]", "DataLoader[Any]", Tensor, np.ndarray, Sequence[Tensor | np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -172,7 +185,7 @@ def _of(values: Tensor | None, index: Tensor) -> Tensor | None:
     return None if values is None else values[index.to(values.device)]
 
 
-def held_out(data: Source | Batch, share: float) -> tuple[Source, Source]:
+def held_out(data: Data, share: float) -> tuple[Source, Source]:
     """The data without a share of them, and that share: the same in each call. Of a text it is the end."""
     whole = source(data)
     count = round(share * len(whole))
@@ -187,6 +200,93 @@ def held_out(data: Source | Batch, share: float) -> tuple[Source, Source]:
     return Subset(whole, order[count:].sort().values), Subset(whole, order[:count].sort().values)
 
 
-def source(data: Source | Batch) -> Source:
+class Items(Source):
+    """A torch Dataset with samples by number, each a tuple. In training torch's random numbers, which its transforms may draw, depend on
+    step and replica alone; those of ``random`` and numpy do not. ``collate``: samples to a batch."""
+
+    def __init__(
+        self, dataset: Any, collate: Callable[[list], Any] = default_collate, device: torch.device | None = None
+    ) -> None:
+        self.dataset, self._collate, self._device = dataset, collate, device
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise GossamerError(
+                f"{type(dataset).__name__} gives samples in an order of its own, and replicas take them by number; make a Dataset with "
+                "__getitem__ and __len__, or a tuple of tensors"
+            )
+
+    @classmethod
+    def of(cls, loader: DataLoader) -> Items:
+        """Its dataset and its collate_fn. Batches are drawn by the Trainer: their size is the replicas' own, and so is their order."""
+        if not isinstance(loader.sampler, (RandomSampler, SequentialSampler, DistributedSampler)):
+            raise GossamerError(
+                f"a DataLoader with a {type(loader.sampler).__name__}: replicas draw samples in an order of their own (task.partition); "
+                "give its dataset, and weights in the loss if some samples are to count more"
+            )
+        return cls(loader.dataset, loader.collate_fn or default_collate)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def take(self, index: Tensor) -> Batch:
+        return self._batch([self.dataset[i] for i in index.flatten().tolist()], index)
+
+    def draw(self, index: Tensor, draw: Draw) -> Batch:
+        samples: list[Any] = []
+        with torch.random.fork_rng(devices=[]):
+            for k, row in enumerate(index.tolist()):
+                torch.default_generator.manual_seed(seeds.derive(draw.seed, draw.step, draw.first + k, -11))
+                samples += [self.dataset[i] for i in row]
+        return self._batch(samples, index)
+
+    def _batch(self, samples: list[Any], index: Tensor) -> Batch:
+        batch = self._collate(samples)
+        if not isinstance(batch, (list, tuple)) or not all(isinstance(t, Tensor) and len(t) == len(samples) for t in batch):
+            shown = ", ".join(type(t).__name__ for t in batch) if isinstance(batch, (list, tuple)) else type(batch).__name__
+            raise GossamerError(
+                f"{type(self.dataset).__name__} gives {shown}; a sample is a tuple of tensors or numbers, such as (input, label)"
+            )
+        return tuple(t.reshape(*index.shape, *t.shape[1:]).to(self._device) for t in batch)
+
+    def to(self, device: torch.device) -> Items:
+        return Items(self.dataset, self._collate, device)
+
+    def describe(self) -> list[list[int]]:
+        return [[len(self), *tensor.shape[1:]] for tensor in self.take(torch.zeros(1, dtype=torch.long))]
+
+    @property
+    def labels(self) -> Tensor | None:
+        """What torchvision's data sets call ``targets``."""
+        values = _targets(self.dataset)
+        found = torch.as_tensor(values) if values is not None else None
+        return found if found is not None and found.ndim == 1 and not found.is_floating_point() else None
+
+
+def _targets(dataset: Any) -> Any:
+    if isinstance(dataset, torch.utils.data.Subset):
+        whole = _targets(dataset.dataset)
+        return None if whole is None else torch.as_tensor(whole)[torch.as_tensor(dataset.indices)]
+    return getattr(dataset, "targets", None)
+
+
+def source(data: Data) -> Source:
     """A tuple of tensors is the usual case."""
-    return data if isinstance(data, Source) else Tensors(*data)
+    if isinstance(data, Source):
+        return data
+    if isinstance(data, TensorDataset):
+        return Tensors(*data.tensors)
+    if isinstance(data, DataLoader):
+        return Items.of(data)
+    if isinstance(data, Dataset):
+        return Items(data)
+    columns = (data,) if isinstance(data, (Tensor, np.ndarray)) else tuple(data)
+    return Tensors(*map(_tensor, columns))
+
+
+def _tensor(column: Any) -> Tensor:
+    """numpy's own float is float64 and a model's is float32; numpy has int32 where torch's losses want int64."""
+    if not isinstance(column, np.ndarray):
+        return column
+    tensor = torch.from_numpy(np.ascontiguousarray(column))
+    if tensor.dtype == torch.float64:
+        return tensor.to(torch.get_default_dtype())
+    return tensor.long() if tensor.dtype in (torch.int16, torch.int32) else tensor

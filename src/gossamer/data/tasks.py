@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.data.sampling import sampler
-from gossamer.data.sources import Batch, Loss, Source, source
+from gossamer.data.sources import Batch, Data, Loss, Source, source
 from gossamer.errors import GossamerError
 
 
@@ -25,7 +25,7 @@ class Metric:
     through: Literal["mean", "exp"] = "mean"
     batch: int = 2048  # samples at a time
 
-    def of(self, model: nn.Module, data: Source | Batch, most: int | None = None) -> float:
+    def of(self, model: nn.Module, data: Data, most: int | None = None) -> float:
         """The metric of one model, which is in evaluation mode, over ``data`` (its first ``most`` samples)."""
         data = source(data)
         if not len(data):
@@ -63,18 +63,28 @@ class Metric:
     def scores(self, model: nn.Module, data: Source, most: int | None) -> Iterator[Tensor]:
         """Part by part. A model that carries a state from one part to the next has a metric with its own way of doing this."""
         for part in data.parts(self.batch, most):
-            yield self.score(model, *part)
+            scores = self.score(model, *part)
+            if not isinstance(scores, Tensor) or not scores.numel() or scores.numel() % len(part[0]):
+                found = f"a tensor {list(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
+                raise GossamerError(
+                    f"metric {self.name!r}: score() returned {found} for {len(part[0])} samples; it gives one number per sample, and the "
+                    "metric is their mean: leave out .mean() and float()"
+                )
+            yield scores
 
     def worst(self, values: list[float]) -> float:
         return min(values) if self.higher_is_better else max(values)
 
 
-def _accuracy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return (model(x).argmax(dim=-1) == y).float()
+def _accuracy(model: nn.Module, *batch: Tensor) -> Tensor:
+    *inputs, y = batch
+    return (model(*inputs).argmax(dim=-1) == y).float()
 
 
-def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(model(x), y)
+def cross_entropy(model: nn.Module, *batch: Tensor) -> Tensor:
+    """Of what the model makes of all but the last tensor, and the last one."""
+    *inputs, y = batch
+    return nn.functional.cross_entropy(model(*inputs), y)
 
 
 ACCURACY = Metric("accuracy", _accuracy)
@@ -96,13 +106,13 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Task:
-    """``train`` and ``test`` are tuples of tensors with samples along dimension 0, as ``loss(model, *batch)`` takes them, or
-    Sources of such samples (see ``sources.py``)."""
+    """``train`` and ``test`` are tuples of tensors or numpy arrays with samples along dimension 0, as ``loss(model, *batch)`` takes them;
+    or a torch Dataset, or the DataLoader of one; or a Source (see ``sources.py``)."""
 
     name: str
     build: Callable[[], nn.Module]
-    train: Source | Batch
-    test: Source | Batch
+    train: Data
+    test: Data
     loss: Loss = cross_entropy
     metric: Metric = ACCURACY
 

@@ -84,7 +84,8 @@ class RunData:
         return self._early(self.consensus) if len(self.steps) else math.nan
 
     def _early(self, values: np.ndarray) -> float:
-        early = float(values[self.steps <= max(EARLY * self.steps[-1], self.steps[0])].mean())
+        # The second look at least: before the first average all methods of a seed are equal.
+        early = float(values[self.steps <= max(EARLY * self.steps[-1], *self.steps[:2])].mean())
         return early if math.isfinite(early) else math.inf
 
 

@@ -1,4 +1,4 @@
-"""Two outputs of the same spec side by side: metric and speed, and whether they differ by more than noise."""
+"""Two outputs of the same task side by side, method by method: metric and speed, and whether they differ by more than noise."""
 
 from __future__ import annotations
 
@@ -17,23 +17,34 @@ from gossamer.dbench.spec import differences
 from gossamer.dbench.store import Store
 from gossamer.errors import GossamerError
 
+_MOST, _LONG = 8, 100  # differences between the specs that are listed, and the characters of each
 _SPEED_NOISE = 0.15  # timings on one machine vary by about this much from run to run
 
 
 def table(first: Store, second: Store) -> Table:
     found = differences(first.spec().model_dump(mode="json"), second.spec().model_dump(mode="json"))
-    if found:
-        raise GossamerError(f"{first.path.parent} and {second.path.parent} are of different specs: {'; '.join(found)}")
+    folders = f"{first.path.parent} and {second.path.parent}"
+    if first.meta("task") != second.meta("task") or first.meta("metric") != second.meta("metric"):
+        a_task, b_task = ({key: store.meta(key) for key in ("task", "metric")} for store in (first, second))
+        found = differences(a_task, b_task)
+        raise GossamerError(f"{folders} are of different tasks: {'; '.join(map(_short, found))}")
     a, b = analysis.load(first), analysis.load(second)
     if not a or not b:
         empty = first if not a else second
         raise GossamerError(f"{empty.path.parent} has no finished run yet, so there is nothing to compare")
+    if not {(r.run.method, r.run.replicas) for r in a} & {(r.run.method, r.run.replicas) for r in b}:
+        raise GossamerError(
+            f"{folders} have no method in common at the same number of replicas: {'; '.join(map(_short, found))}"
+        )
     metric, higher = first.meta("metric")["name"], first.meta("metric")["higher_is_better"]
     columns = ("method", "n", f"{metric} A", f"{metric} B", "B − A", "verdict", "speed B / A")
     made = Table(*columns, title=f"A: {first.path.parent}   B: {second.path.parent}")
     machines = [{key: str(value) for r in runs for key, value in json.loads(r.run.machine or "{}").items()} for runs in (a, b)]
     changed = [key for key in machines[0] if machines[0][key] != machines[1].get(key)]
     made.caption = "same machine and versions" if not changed else f"differs: {', '.join(changed)}"
+    if found:
+        shown_keys = found[:_MOST] + ([f"and {len(found) - _MOST} more"] if len(found) > _MOST else [])
+        made.caption += "\nspecs differ (A there, B here): " + "; ".join(map(_short, shown_keys))
     for n, failures, method in itertools.product(
         analysis.scales([*a, *b]), first.spec().failures or (NONE,), analysis.methods([*a, *b])
     ):
@@ -44,6 +55,10 @@ def table(first: Store, second: Store) -> Table:
         elif x or y:
             made.add_row(*map(Text, (name, str(n), "", "", "", f"not finished in {'B' if x else 'A'}", "")))
     return made
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONG else f"{text[: _LONG - 1]}…"
 
 
 def _row(x: list[RunData], y: list[RunData], higher: bool) -> tuple[str, str, str, str, str]:

@@ -10,6 +10,7 @@ from gossamer.dbench.analysis import Estimate, RunData
 from gossamer.dbench.partition import Partition, sentence
 from gossamer.dbench.spec import CENTRALIZED, Spec
 
+FEW = 3  # seeds from which on an interval says something: over two it is 13 times the standard error
 _ENOUGH = 5  # with 3 or 4 methods ρ takes so few values that seeds agree by chance, and intervals come out too narrow
 
 
@@ -30,8 +31,12 @@ def findings(
         found.append("Centralized training keeps all replicas equal: its dispersion is exactly 0, so it is not ranked.")
     if spec.target is not None:
         found += _target(runs, n, spec.target.value, metric, higher_is_better)
-    if len({r.run.seed for r in runs}) == 1:
-        found.append("There is one seed only, so there are no intervals and no claim here is more than an observation.")
+    seeds = len({r.run.seed for r in runs})
+    if seeds < FEW:
+        few = "is one seed" if seeds == 1 else "are two seeds"
+        found.append(
+            f"There {few} only, so there are no intervals and no claim here is more than an observation; use {FEW} or more."
+        )
     return found
 
 
@@ -45,7 +50,7 @@ def shown(e: Estimate, more: int = 0) -> str:
     if math.isnan(e.mean):
         return "–"
     places = digits(e.mean) + more
-    return f"{e.mean:.{places}f}" if math.isnan(e.low) else f"{e.mean:.{places}f} ± {e.half:.{places}f}"
+    return f"{e.mean:.{places}f}" if e.seeds < FEW else f"{e.mean:.{places}f} ± {e.half:.{places}f}"
 
 
 def interval(e: Estimate) -> str:
@@ -72,7 +77,10 @@ def _diverged(runs: Sequence[RunData]) -> list[str]:
     if not bad:
         return []
     cells = sorted({f"{r.run.method} at n={r.run.replicas}" for r in bad})
-    return [f"{len(bad)} of {len(runs)} runs diverged ({', '.join(cells)}): they have no value and count as worst in rankings."]
+    return [
+        f"{len(bad)} of {len(runs)} runs diverged ({', '.join(cells)}): they have no value and count as worst in rankings. "
+        f"The first: {bad[0].run.message}"
+    ]
 
 
 def _against(runs: Sequence[RunData], n: int, metric: str, higher: bool) -> list[str]:

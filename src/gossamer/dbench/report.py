@@ -18,11 +18,12 @@ from gossamer.dbench import analysis, budgets, failure_costs, partition, search
 from gossamer.dbench.analysis import Final, RunData
 from gossamer.dbench.failures import NONE
 from gossamer.dbench.figures import figures
-from gossamer.dbench.findings import findings, shown
+from gossamer.dbench.findings import FEW, findings, shown
 from gossamer.dbench.spec import Spec
 from gossamer.dbench.store import FILE, FINISHED, Store
 from gossamer.errors import GossamerError
 from gossamer.graphs import picture
+from gossamer.toml_files import written
 
 NAME = "report.html"
 
@@ -53,7 +54,8 @@ def page(store: Store, runs: Sequence[RunData]) -> str:
     split = partition.kept(store)
     through = [failure_costs.figure(runs, name, higher)] if failure_costs.scenarios(runs) else []
     every, runs = runs, failure_costs.reference(runs)
-    drawn = [asdict(figure) for figure in (*through, *figures(runs, name, higher, split))]
+    trained = any(r.value is not None for r in runs)  # else the axes would be empty
+    drawn = [asdict(figure) for figure in (*through, *figures(runs, name, higher, split))] if trained else []
     said = findings(runs, spec, name, higher, split) + failure_costs.sentences(every, spec, name, higher)
     left = sum(run.status not in FINISHED for run in store.runs())
     parts = {
@@ -79,16 +81,10 @@ def page(store: Store, runs: Sequence[RunData]) -> str:
 
 
 def _spec(spec: Spec) -> str:
-    """What the spec says, one line per key; defaults are left out."""
-    lines = []
-    for key, value in spec.model_dump(mode="json", exclude_defaults=True).items():
-        if key == "methods":
-            value = [item["name"] if set(item) == {"name"} else item for item in value]
-        if isinstance(value, dict):
-            lines += [f"{key}.{inner} = {json.dumps(item, ensure_ascii=False)}" for inner, item in value.items()]
-        else:
-            lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}")
-    return "\n".join(lines)
+    """A file that makes these results again; defaults are left out."""
+    said = spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
+    said["methods"] = [item["name"] if set(item) == {"name"} else item for item in said["methods"]]
+    return written(said)
 
 
 def _statistics(store: Store, spec: Spec) -> str:
@@ -125,12 +121,13 @@ def _table(runs: Sequence[RunData], metric: str, higher: bool, more: str) -> str
             cells.append(f"<td>{f'<strong>{text}</strong>' if final is not None and final is best[n] else text}</td>")
         last = finals.get((method, sizes[-1]))
         worst = "–" if last is None else shown(last.worst_replica)
-        received = "–" if last is None or math.isnan(last.bytes) else f"{last.bytes / 1e6:.1f}"
+        received = "–" if last is None or math.isnan(last.bytes) else f"{last.bytes / 1e6:.3g}"
         rows.append(f"<tr><th>{html.escape(method)}</th>{''.join(cells)}<td>{worst}</td><td>{received}</td></tr>")
     largest = f"n={sizes[-1]}"
     return (
         f"<p>Final {html.escape(metric)} of the averaged model on test data, mean ± 95 % interval over seeds; "
-        f"{'higher' if higher else 'lower'} is better.{html.escape(more)}</p>"
+        f"{'higher' if higher else 'lower'} is better.{html.escape(more)} Bold: ahead of all others by more than the intervals. MB: what "
+        f"a replica receives; no graph costs more than an all-reduce, so dense ones cost the same (docs/graphs.md).</p>"
         f"<div class='scroll'><table><thead><tr><th>method</th>{head}"
         f"<th>worst replica, {largest}</th><th>MB per replica, {largest}</th></tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table></div>"
@@ -138,9 +135,15 @@ def _table(runs: Sequence[RunData], metric: str, higher: bool, more: str) -> str
 
 
 def _best(finals: list[Final], higher: bool) -> Final | None:
-    """A method that diverged on some seed is not the best one, whatever the others gave."""
+    """The one whose interval lies beyond those of all others. A method that diverged on some seed is not the best one, whatever the others
+    gave."""
     whole = [f for f in finals if not f.diverged and not math.isnan(f.value.mean)]
-    return (max if higher else min)(whole, key=lambda f: f.value.mean, default=None)
+    best = (max if higher else min)(whole, key=lambda f: f.value.mean, default=None)
+    if best is None or best.value.seeds < FEW:
+        return None
+    others = [f.value for f in whole if f is not best]
+    ahead = all(best.value.low > o.high for o in others) if higher else all(best.value.high < o.low for o in others)
+    return best if ahead and others else None
 
 
 def _pictures(runs: Sequence[RunData]) -> str:

@@ -37,7 +37,7 @@ from gossamer.errors import GossamerError
 from gossamer.members.outages import Attendance
 from gossamer.optim import BlockOptimizer
 from gossamer.rows import batch_norm
-from gossamer.rows.replicas import Replicas
+from gossamer.rows.replicas import Replicas, refuse_too_large
 from gossamer.transport.exchange import Exchange
 from gossamer.transport.routes import rows_of
 
@@ -110,9 +110,9 @@ def bench(
     return Outcome(out, finished, len(runs))
 
 
-def _open(context: _Context, task: Task) -> tuple[Store, list[Run], list[Cell]]:
+def _open(context: _Context, task: Task, processes: int = 1) -> tuple[Store, list[Run], list[Cell]]:
     """The store, its runs, and the cells that are still to be run."""
-    model = _check(context.spec, task, context.device)
+    model = _check(context.spec, task, context.device, processes)
     predicted = clock.predict(context.spec, task)
     shapes = {"name": task.name, "train": source(task.train).describe(), "test": source(task.test).describe()}
     store = Store.create(context.out / FILE, context.declared, (task.metric.name, task.metric.higher_is_better), shapes)
@@ -144,7 +144,7 @@ def _together(context: _Context, task: Task, exchange: Exchange, quiet: bool) ->
         if exchange.rank == 0:
             try:
                 stack.enter_context(_locked(context.out))
-                store, runs, pending = _open(context, task)
+                store, runs, pending = _open(context, task, p)
             except GossamerError as error:
                 failed = str(error)
         failed, total, names = exchange.share([failed, len(runs), [list(astuple(c)) for c in pending]])
@@ -181,13 +181,14 @@ def _page(context: _Context, store: Store | None, cell: Cell, task: Task, exchan
     return Book(store, run, Path(path), backend)
 
 
-def _check(spec: Spec, task: Task, device: str) -> nn.Module:
+def _check(spec: Spec, task: Task, device: str, processes: int) -> nn.Module:
     """What can only be known with the task at hand, before a store is made for it. Returns the task's model."""
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise GossamerError(f"device {device!r} can't be used here: {str(error).splitlines()[0]}") from None
     one = Replicas(task.build, 1)
+    refuse_too_large(one.template, max(spec.replicas) // processes, torch.device(device))
     steps = {}
     for method in spec.methods:
         for n in spec.replicas:

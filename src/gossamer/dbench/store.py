@@ -201,7 +201,7 @@ class Store:
         return json.loads(found[0][0]) if found else None
 
     def spec(self) -> Spec:
-        return build(self.meta("spec"), str(self.path))
+        return build(self.meta("spec"), str(self.path), stored=True)
 
     def runs(self) -> list[Run]:
         there, otherwise = self._columns("runs"), {"failures": f"'{NONE}'"}  # of older versions some are missing

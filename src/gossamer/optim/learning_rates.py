@@ -54,6 +54,14 @@ class StepDecay(Shape):
     warmup: float = 0.0
     start: float = 0.1
 
+    def __post_init__(self) -> None:
+        if not self.milestones or not all(0 < milestone < 1 for milestone in self.milestones):
+            raise GossamerError(
+                f"milestones={list(self.milestones)}: they are fractions of all steps, between 0 and 1; epoch 30 of 90 is 0.333"
+            )
+        if not 0 <= self.warmup < 1:
+            raise GossamerError(f"warmup={self.warmup} is out of range; it is a fraction of the steps, from 0 to below 1")
+
     def factor(self, step: int, steps: int) -> float:
         warm = self.warmup * steps
         if step < warm:

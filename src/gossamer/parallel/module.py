@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,7 +69,7 @@ class DecentralizedDataParallel(Wrapper):
     def __init__(
         self,
         module: nn.Module,
-        graph: str | Graph | Schedule | Sequence[Any] | None = "auto",
+        graph: str | Graph | Schedule | list[Any] | tuple[Any, ...] | None = "auto",
         *,
         method: str | Method | None = None,
         order: Order | None = None,

@@ -34,7 +34,7 @@ class Wrapper(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__init__(self)
         self._show(state["module"])
-        self.training, self._exchange, self.is_copy = state["training"], None, True
+        self.__dict__.update(training=state["training"], _exchange=None, is_copy=True)
 
     def _refuse_busy(self, what: str) -> None:
         """An error if parameters must not be changed now."""

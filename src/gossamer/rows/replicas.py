@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from gossamer.data import seeds
+from gossamer.data import machine, seeds
 from gossamer.errors import GossamerError
 from gossamer.rows import decay
 from gossamer.rows.backends import Backend, Batch, Loss, choose
@@ -56,6 +56,7 @@ class Replicas:
         params = dict(self.template.named_parameters())
         trainable = {name: p for name, p in params.items() if p.requires_grad}
         spared = decay.spared(self.template)
+        refuse_too_large(self.template, r, self.device)
         by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter, bool]]] = {}
         for name, p in trainable.items():
             by_dtype.setdefault(p.dtype, []).append((name, p, name in spared))
@@ -331,3 +332,14 @@ def split(batch: Sequence[Tensor], r: int) -> Batch:
                 f"batch tensor {k} has {tensor.shape[0] if tensor.ndim else 'no'} samples, which do not split over {r} replicas"
             )
     return tuple(tensor.reshape(r, -1, *tensor.shape[1:]) for tensor in batch)
+
+
+def refuse_too_large(model: nn.Module, r: int, device: torch.device) -> None:
+    """Of each replica there are parameters, gradients and the mixed row, and buffers; an optimizer's state comes on top."""
+    row = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    need, there = r * (3 * row + sum(b.nbytes for b in model.buffers())), machine.memory()
+    if device.type == "cpu" and there is not None and need > there:
+        raise GossamerError(
+            f"{r:,} replicas of a model of {row / 1e6:.3g} MB need {need / 1e9:,.0f} GB at least, and this machine has "
+            f"{there / 1e9:,.0f} GB; use at most {int(there // (need // r)):,} replicas here, or spread them over machines (torchrun)"
+        )

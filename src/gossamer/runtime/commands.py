@@ -73,7 +73,7 @@ def plan_command(
         for table in fit.load(fit_file):
             with console.status(f"Fitting {table.name}"):
                 found = fit.fit(table)
-            console.print(fit_table(found))
+            figure.show(fit_table(found))
         return
     if cluster is None:
         raise GossamerError(f"plan: which cluster? Give a TOML file or one of {', '.join(clusters.shipped())}")
@@ -92,7 +92,7 @@ def plan_command(
             )
             plans.append(made)
     for made in plans:
-        console.print(plan_table(made))
+        figure.show(plan_table(made))
         for reason in made.left_out:
             console.print(Text(f"Left out: {reason}", style="dim"))
         console.print(Text(made.advice, style="bold"))
@@ -123,7 +123,9 @@ def choose_workload(
     if params is not None:
         return planning.estimated(cluster, planning.parameters(params), samples, compute_ms, f"{params} parameters")
     if task is not None:
-        return planning.of_task(cluster, tasks.make(task, batch=min(samples, planning.COUNTED)), samples, compute_ms)
+        return planning.of_task(
+            cluster, tasks.make(task, batch=min(samples, planning.COUNTED), blank=True), samples, compute_ms
+        )
     held = {one.name: one for one in cluster.workload}
     if name is not None and name not in held:
         raise GossamerError(f"cluster {cluster.name!r} has no workload {name!r}; it has {', '.join(held) or 'none'}")

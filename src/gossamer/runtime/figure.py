@@ -1,4 +1,4 @@
-"""The planner's figure: one HTML page without anything from outside."""
+"""The planner's figure, one HTML page without anything from outside; and tables on the terminal."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import plotly.graph_objects as go
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
 from gossamer.errors import GossamerError
 from gossamer.runtime.plan import Plan
@@ -54,3 +57,10 @@ def write(plans: Sequence[Plan], path: Path) -> None:
         path.write_text(figure.to_html(include_plotlyjs=True, full_html=True), encoding="utf-8")
     except OSError as error:
         raise GossamerError(f"{path} can't be written: {error.strerror}") from None
+
+
+def show(table: Table) -> None:
+    """On the terminal. No column is lost where it is too narrow; in a pipe or a file, lines are as long as they need to be."""
+    console, roomy = Console(), Console(width=1000)
+    width = Measurement.get(roomy, roomy.options, table)
+    Console(width=max(console.width, width.minimum if console.is_terminal else width.maximum)).print(table)
