@@ -647,6 +647,17 @@ def test_newer_steps_of_another_number_of_workers_are_refused_by_all(tmp_path):
     assert names(tmp_path) == [*(file(120, rank, 3) for rank in range(3)), file(150, 0), file(150, 1)]
 
 
+def test_the_same_step_of_another_number_is_of_another_run(tmp_path):
+    """2 workers up to step 40, 3 workers from their average up to step 40; then 2 must not go on from the old branch."""
+    saved(tmp_path, 40, 2)
+    saved(tmp_path, 20, 3)
+    saved(tmp_path, 40, 3)
+    assert names(tmp_path) == [file(step, rank, 3) for step in (20, 40) for rank in range(3)]
+    saved(tmp_path, 40, 2)
+    saved(tmp_path, 40, 3)
+    assert all("of 3 workers (step 40), and there are 2" in str(error) for error in loaded(tmp_path, 2))
+
+
 def test_a_step_of_another_number_that_was_cut_short_does_not_count(tmp_path):
     saved(tmp_path, 60, 4)
     saved(tmp_path, 120, 3)
@@ -654,7 +665,7 @@ def test_a_step_of_another_number_that_was_cut_short_does_not_count(tmp_path):
     assert [found.step for found in loaded(tmp_path, 4)] == [60] * 4
     for rank in range(4):
         shards.write(tmp_path, 130, rank, 4, {"model": {}}, {"a": "b"})
-    shards.prune(tmp_path, 130)
+    shards.prune(tmp_path, 130, 4)
     assert file(60, 0, 4) in names(tmp_path)  # the step before, in case 130 is damaged: 120 is of no use
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from gossamer import GossamerError
+from gossamer.apps import tasks
 from gossamer.cli import app
 from gossamer.runtime import DDP, Gossip, Workload, fit, simulate
 from gossamer.runtime import cluster as clusters
@@ -262,6 +263,16 @@ def test_plan_prints_a_table_and_draws_a_figure(tmp_path):
     page = (tmp_path / "p.html").read_text(encoding="utf-8")
     assert "one-peer-exponential, bfloat16" in page
     assert "error_y" in page
+
+
+def test_a_task_is_counted_without_its_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("GOSSAMER_DATA", str(tmp_path))
+    command = ["plan", "office-1g", "--task", "cifar10/resnet20", "--samples", "8", "--figure", str(tmp_path / "p.html")]
+    shown = CliRunner().invoke(app, [*command, "--method", "ddp", "--method", "ring"], env={"COLUMNS": "80"})
+    assert shown.exit_code == 0, shown.output
+    assert "cifar10/resnet20" in shown.output
+    with pytest.raises(GossamerError, match="CIFAR-10 is not in"):
+        tasks.make("cifar10/resnet20")
 
 
 def test_the_table_fits_80_columns(tmp_path):

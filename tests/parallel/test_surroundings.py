@@ -161,3 +161,23 @@ def test_a_distributed_checkpoint_is_no_mixture_of_replicas(world):
     set_state_dict(model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
     close(flat(model), after, 0.0)
     dist.barrier()
+
+
+@on_workers(2)
+def test_a_step_that_one_worker_skips_is_named_in_the_error(world):
+    """A NaN check of its own, or a GradScaler that gossip() was not given."""
+    model = world.model(graph="ring", order="atc")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.gossip(optimizer)
+    train(world, model, optimizer, 1)
+    loss_of(model, world.batch(1)).backward()
+
+    def go_on():
+        if world.rank == 0:
+            optimizer.step()
+        model.average_()
+
+    with pytest.raises(GossamerError) as caught:
+        go_on()
+    both = world.gather_objects(str(caught.value))
+    assert any("A step() that one worker skips" in text and "model.mean" in text for text in both), both

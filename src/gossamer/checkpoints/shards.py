@@ -38,7 +38,7 @@ def save(
     write(folder, step, place, size, parts, setup, averaged)
     if exchange is not None:
         exchange.gather(torch.zeros(1), "save()")
-    prune(folder, step)
+    prune(folder, step, size)
 
 
 def write(
@@ -82,15 +82,16 @@ def write_later(
     writer.start(work)
 
 
-def prune(folder: Path, step: int) -> None:
-    """When all workers have written ``step``: remove what is older than it and the step before it, of any number of workers."""
+def prune(folder: Path, step: int, size: int) -> None:
+    """When all of ``size`` workers have written ``step``: remove what is older than it and the step before it, of any number of workers,
+    and the same step of another number, which is of another run."""
     files = _files(folder)
     before = {file.step for file in files if file.step < step}
     # A step that some workers did not get to is no step to go back to, if there is another one.
     whole = {file.step for file in files if file.step in before and _whole(files, file.step, file.size)}
     oldest = max(whole or before, default=step)
     for file in files + _files(folder, unfinished=True):
-        if file.step < oldest:
+        if file.step < oldest or (file.step == step and file.size != size):
             file.path.unlink(missing_ok=True)
 
 

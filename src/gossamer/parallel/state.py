@@ -43,7 +43,7 @@ def save(model: DecentralizedDataParallel, folder: Path, also: Mapping[str, Any]
         _together(model, problem)
         if model.members == members:
             break  # otherwise a worker died meanwhile, and there would be no whole set of files
-    shards.prune(folder, model.steps)
+    shards.prune(folder, model.steps, len(members))
 
 
 def save_in_background(model: DecentralizedDataParallel, folder: Path, also: Mapping[str, Any]) -> None:
@@ -58,7 +58,7 @@ def save_in_background(model: DecentralizedDataParallel, folder: Path, also: Map
     _together(model, problem)
     members = model.members
     if before is not None and before[1:] == (folder, members):  # it is whole: all that were in it have got here
-        shards.prune(folder, before[0])
+        shards.prune(folder, before[0], len(members))
     shards.write_later(writer, folder, model.steps, members.index(model.rank), len(members), parts, _whole_setup(model))
     model._written = model.steps, folder, members
 
