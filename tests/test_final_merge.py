@@ -21,7 +21,7 @@ AROUND = [name for name in sorted(METHODS.makers) if name != "merge" and method(
 def made(algorithm, graph="ring", build=None, **more):
     rule = method(algorithm)
     recipe = Recipe("adam", 0.01) if rule.optimizer == "Adam" else Recipe("sgd", 0.1)
-    graph = "directed-random" if rule.sums == "columns" else graph
+    graph = "directed-random" if rule.sums == "columns" else "complete" if rule.graphless else graph
     settings = replace(SETTINGS, algorithm=algorithm, optimizer=recipe, **more)
     return Trainer(task(build) if build else task(), settings, graph)
 

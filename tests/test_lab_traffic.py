@@ -21,6 +21,9 @@ WAYS = [
     ("ring", "choco:wire=bfloat16", "float32"),
     ("ring", "choco:wire=sign", "float32"),
     ("ring", "choco:wire=top-10%", "float32"),
+    ("complete", "all-reduce:wire=8bits", "float32"),
+    ("complete", "diloco:H=2,wire=4bits", "float32"),
+    ("complete", "noloco:H=2", "float32"),
     ("directed-random:degree=1.4,seed=1", "push-sum:wire=8bits", "float32"),
 ]
 TRAIN = """

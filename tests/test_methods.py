@@ -283,7 +283,7 @@ def test_on_an_undirected_graph_push_sum_is_decentralized_sgd():
 
 
 def graph_for(rule):
-    return DIRECTED if rule.sums == "columns" else "ring"
+    return DIRECTED if rule.sums == "columns" else "complete" if rule.graphless else "ring"
 
 
 @pytest.mark.parametrize("name", sorted(METHODS.makers))

@@ -292,6 +292,7 @@ def test_a_resume_in_the_middle_of_a_period_or_an_exchange_is_exact(rule, at, tm
             lambda: Averaging.of("all-reduce", "diloco"),
             "graph='all-reduce' and method='diloco' are two methods; give one of them",
         ),
+        (lambda: Averaging.of("ring", "diloco"), "graph='ring': method 'diloco' takes no graph; .* Leave the graph out"),
         (lambda: Averaging.of("diloco:H=4", "all-reduce"), "are two methods; give one of them"),
         (
             lambda: Averaging.of("complete", "diloco", every=4),

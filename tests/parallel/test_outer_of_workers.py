@@ -78,9 +78,10 @@ def test_gradients_in_few_bits_are_the_mean_and_the_same_on_all(world, wire, uni
 
 
 @on_workers(3)
-def test_in_few_bits_too_a_parameter_gets_a_gradient_if_it_has_one_on_any_worker(world):
+@pytest.mark.parametrize("method", ["all-reduce:wire=4bits", "all-reduce:wire=8bits,feedback=true"])
+def test_in_few_bits_too_a_parameter_gets_a_gradient_if_it_has_one_on_any_worker(world, method):
     """What no worker trains keeps no gradient, however few bits there are for saying so."""
-    model = world.model(gan(), "all-reduce", wire="4bit")
+    model = world.model(gan(), method)
     model.gossip(torch.optim.SGD(model.parameters(), 0.1))
     x, y = world.batch(0)
     if world.rank == 1:

@@ -168,7 +168,8 @@ class MethodPart(Part):
 
     @property
     def topology(self) -> str:
-        return "complete" if self.centralized else self.graph or self.name
+        alone = self.algorithm is not None and parse_method(self.algorithm).graphless
+        return "complete" if self.centralized else self.graph or ("complete" if alone else self.name)
 
 
 def _named(text: str) -> dict[str, Any]:

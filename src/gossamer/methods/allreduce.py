@@ -34,16 +34,11 @@ class AllReduce(Method):
         return {"lost": like.zeros()} if self.feedback else {}
 
     def after_backward(self, s: Step) -> None:
-        if not self.feedback:
-            s.mean(s.grad, wire=WIRES[self.wire]).into(s.grad)
-            return
-        lost = s.state["lost"]
-        s.grad.add_(lost)
-        mean = s.mean(s.grad, wire=WIRES[self.wire])
-        own = mean.own[0]
-        if own.finite():  # or else a GradScaler will leave this step out
-            lost.copy_(s.grad).sub_(own)
+        lost = s.state.get("lost")
+        mean = s.mean(s.grad, wire=WIRES[self.wire], plus=lost)
         mean.into(s.grad)
+        if lost is not None and (left := mean.lost[0]).finite():  # or else a GradScaler will leave this step out
+            lost.copy_(left)
 
     def after_update(self, s: Step) -> None:
         s.look()

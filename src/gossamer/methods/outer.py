@@ -79,10 +79,8 @@ class Outer(Method):
             self.arrive(s)
 
     def send(self, s: Step, x: Vector, turn: int) -> AgreedMean | Transfer:
-        moved = s.state["anchor"] - x
-        if self._keeps_lost:
-            moved.add_(s.state["lost"])
-        return s.mean(moved, wire=WIRES[self.wire], turn=turn, ahead=self.delay > 0)
+        moved, lost = s.state["anchor"] - x, s.state.get("lost")
+        return s.mean(moved, wire=WIRES[self.wire], turn=turn, ahead=self.delay > 0, plus=lost)
 
     def arrive(self, s: Step) -> None:
         transfer, arrived = s.crossing.pop("outer"), s.x.zeros()

@@ -58,12 +58,14 @@ class Step:
         self.bytes += self.mixer.cost(chosen, *vectors, wire=wire)
         return self.mixer.start(chosen, self.t, *vectors, wire=wire)
 
-    def mean(self, *vectors: Vector, wire: Wire = EXACT, turn: int | None = None, ahead: bool = False) -> AgreedMean:
+    def mean(
+        self, *vectors: Vector, wire: Wire = EXACT, turn: int | None = None, ahead: bool = False, plus: Vector | None = None
+    ) -> AgreedMean:
         """Start to average each vector over all replicas; the result is the same for all, to the bit. ``wire``: how rows travel. ``ahead``:
         rows set out at once, and the result may be asked for in a later step; vectors stay as they are until then. ``turn``: the step that
-        the wire rounds by, if not this one."""
+        the wire rounds by, if not this one. ``plus``: what it has lost of the first vector before; now it has lost ``lost[0]``."""
         self.bytes += self.mixer.cost_of_mean(*vectors, wire=wire)
-        return AgreedMean(self.mixer, vectors, wire, self.t if turn is None else turn, self.t if ahead else None)
+        return AgreedMean(self.mixer, vectors, wire, self.t if turn is None else turn, self.t if ahead else None, plus)
 
     def sound(self, mean: Vector) -> bool:
         """Whether all numbers of a mean are finite, which all workers see alike. If not, a worker whose own ones are not has diverged."""

@@ -29,17 +29,27 @@ if TYPE_CHECKING:
 
 
 class AgreedMean:
-    """``turn``: the step that a wire rounds by. ``tag_step``: the step in which rows set out, if they do so at once."""
+    """``turn``: the step that a wire rounds by. ``tag_step``: the step in which rows set out, if they do so at once. ``plus``: what the
+    wire has lost of the first vector before; it travels too."""
 
     def __init__(
-        self, mixer: Mixer, vectors: Sequence[Vector], wire: Wire = EXACT, turn: int = 0, tag_step: int | None = None
+        self,
+        mixer: Mixer,
+        vectors: Sequence[Vector],
+        wire: Wire = EXACT,
+        turn: int = 0,
+        tag_step: int | None = None,
+        plus: Vector | None = None,
     ) -> None:
         self._mixer, self._vectors, self._wire, self._turn = mixer, vectors, wire, turn
         self._parts: list[list[_Part]] | None = None
         if wire is not EXACT or tag_step is not None:
             self._parts = [
-                [_Part(mixer, x, numel, wire, turn) for x, numel in zip(vector.flagged, vector.widths, strict=True)]
-                for vector in vectors
+                [
+                    _Part(mixer, x, width, wire, turn)
+                    for x, width in zip(_with(vector, None if k else plus), vector.widths, strict=True)
+                ]
+                for k, vector in enumerate(vectors)
             ]
         if tag_step is not None and self._parts is not None and mixer.exchange is not None:
             for part in (part for parts in self._parts for part in parts):
@@ -57,7 +67,8 @@ class AgreedMean:
     @property
     def lost(self) -> list[Vector]:
         """What the wire has lost of my rows."""
-        return [vector - own for vector, own in zip(self._vectors, self.own, strict=True)]
+        assert self._parts is not None
+        return [Vector([part.lost() for part in parts]) for parts in self._parts]
 
     @torch.inference_mode(False)  # a thread writes to what is made here, and it is in no inference mode
     @torch.no_grad()
@@ -110,6 +121,9 @@ class _Part:
         rows = torch.stack([self._decoded(code) for code in self._sent]) if self._coded else self._like
         return rows[:, : self._width]
 
+    def lost(self) -> Tensor:
+        return self._like[:, : self._width] - self.own()
+
     def depart(self, exchange: Exchange, tag: Tag) -> None:
         self._flight, self._places = self._start(exchange, tag, "step"), exchange.living
 
@@ -149,3 +163,13 @@ class _Part:
             y[1:] = y[:1]
 
         return exchange.slices(self._sent, self._out, range(size), apply, tag, what=what, unit=unit)
+
+
+def _with(vector: Vector, plus: Vector | None) -> list[Tensor]:
+    """The rows with their flags, and ``plus``."""
+    if plus is None:
+        return vector.flagged
+    made = [x.clone() for x in vector.flagged]
+    for x, width, more in zip(made, vector.widths, plus.tensors, strict=True):
+        x[:, :width].add_(more)
+    return made

@@ -87,6 +87,12 @@ class Averaging:
                     f"local_steps={every}: method {chosen.name!r} averages gradients in every step; leave it at 1, accumulate "
                     f"gradients with no_sync(), or average parameters in every {every} steps (graph='complete', local_steps={every})"
                 )
+        elif chosen is not None and chosen.graphless and graph not in ("auto", "complete"):
+            shown = repr(graph) if isinstance(graph, str) else getattr(graph, "name", type(graph).__name__)
+            raise GossamerError(
+                f"graph={shown}: method {chosen.name!r} takes no graph; it averages over all replicas, or chooses its peers itself. "
+                "Leave the graph out"
+            )
         elif chosen is not None and chosen.graphless and every > 1:
             raise GossamerError(
                 f"local_steps={every}: method {chosen.name!r} has a period of its own; write '{chosen.name}:H={every}'"
