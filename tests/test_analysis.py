@@ -196,3 +196,16 @@ def test_a_method_has_the_same_colour_in_each_report_and_the_last_epoch_is_seen(
     drawn = {figure.id: figure for figure in figures([run("ada", 8, 0, 0.5, degree=3.0)], "accuracy", True)}
     models = drawn["models"].variants[0]["data"][0]
     assert models["x"] == [30, 60]  # 10 steps in each epoch, 3 connections
+
+
+def test_curves_have_bands_from_three_seeds_on_and_log_axes_of_counts_have_plain_numbers():
+    three = [run(m, 8, seed, 0.5 + seed / 10) for m in ("ring", "ada") for seed in range(3)]
+    drawn = {figure.id: figure.variants[0] for figure in figures(three, "accuracy", True)}
+    band = next(trace for trace in drawn["epochs"]["data"] if trace.get("fill"))
+    last = a.estimate([0.5, 0.6, 0.7])
+    assert band["x"] == [1, 2, 2, 1]
+    assert band["y"][1:3] == pytest.approx([last.high, last.low], abs=1e-4)
+    assert [trace["name"] for trace in drawn["epochs"]["data"]] == ["", "", "ring", "ada"]
+    assert drawn["connections"]["layout"]["xaxis"]["ticktext"][:5] == ["1", "2", "5", "10", "20"]
+    two = {figure.id: figure.variants[0] for figure in figures(three[:2], "accuracy", True)}
+    assert not any(trace.get("fill") for trace in two["epochs"]["data"])

@@ -15,6 +15,7 @@ import numpy as np
 
 from gossamer.dbench import analysis
 from gossamer.dbench.analysis import RunData
+from gossamer.dbench.findings import FEW
 from gossamer.dbench.partition import Partition
 from gossamer.rows.profile import MEASURES
 from gossamer.trainer import EpochRecord
@@ -61,9 +62,9 @@ def figures(
     yield _figure(
         "epochs",
         f"{metric.capitalize()} by epoch",
-        "Averaged model on test data, mean over seeds.",
+        f"Averaged model on test data, mean over seeds; shaded: 95 % intervals, from {FEW} seeds on.",
         scale,
-        lambda n: _by_epoch(runs, int(n), colour, lambda e: e.epoch + 1, lambda e: e.value),
+        lambda n: _bands(runs, int(n), colour) + _by_epoch(runs, int(n), colour, lambda e: e.epoch + 1, lambda e: e.value),
         _layout("epoch", whole=epochs, **on_y),
     )
     yield _figure(
@@ -198,12 +199,20 @@ def _layout(
     x: str, y: str, xlog: bool = False, ylog: bool = False, names: bool = False, whole: int = 0
 ) -> dict[str, dict[str, Any]]:
     """``names``: the y axis has names, not numbers. ``whole``: x counts up to this number, and ticks are whole numbers."""
-    ticks = {"tick0": 0, "dtick": -(-whole // 10)} if whole else {}
+    ticks = {"tick0": 0, "dtick": -(-whole // 10)} if whole else _ticks(x, xlog)
     on_y = "category" if names else "log" if ylog else "linear"
     return {
         "xaxis": {"title": {"text": x}, "type": "log" if xlog else "linear", **ticks},
-        "yaxis": {"title": {"text": y}, "type": on_y, "automargin": True},
+        "yaxis": {"title": {"text": y}, "type": on_y, "automargin": True, **_ticks(y, ylog)},
     }
+
+
+def _ticks(title: str, log: bool) -> dict[str, Any]:
+    """Connections are few: 1, 2, 5, 10 … in letters of one size, where plotly makes 2 and 5 smaller."""
+    if not log or not title.startswith("connections"):
+        return {}
+    counts = [digit * 10**power for power in range(4) for digit in (1, 2, 5)]
+    return {"tickmode": "array", "tickvals": counts, "ticktext": [f"{count:,}" for count in counts]}
 
 
 def _figure(
@@ -248,7 +257,22 @@ def _by_epoch(
     y: Callable[[EpochRecord], float],
     **style: str,
 ) -> list[Trace]:
-    return [line(m, c, over_seeds(runs, m, n, x), over_seeds(runs, m, n, y), style) for m, c in colour.items()]
+    return [line(m, c, over_seeds(runs, m, n, x), over_seeds(runs, m, n, y), style, legendgroup=m) for m, c in colour.items()]
+
+
+def _bands(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> list[Trace]:
+    """The intervals of the metric, behind the curves."""
+    made = []
+    for m, c in colour.items():
+        histories = [r.epochs for r in analysis.select(runs, m, n)]
+        length = min(map(len, histories)) if len(histories) >= FEW else 0
+        spread = [analysis.estimate(h[e].value for h in histories) for e in range(length)]
+        x, y = list(range(1, length + 1)), [e.high for e in spread]
+        x, y = x + x[::-1], y + [e.low for e in reversed(spread)]
+        area = {"mode": "none", "fill": "toself", "fillcolor": c, "opacity": 0.15, "hoverinfo": "skip", "showlegend": False}
+        if length:
+            made.append({"type": "scatter", "name": "", "legendgroup": m, "x": x, "y": _list(y), **area})
+    return made
 
 
 def _degrees(runs: Sequence[RunData], n: int, colour: dict[str, str]) -> list[Trace]:
