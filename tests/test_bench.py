@@ -587,7 +587,10 @@ def test_no_column_is_lost_in_a_pipe(uninterrupted):
         assert "…" not in done.stdout
 
 
-def test_graph_command_prints_and_draws(tmp_path):
+def test_graph_command_prints_and_draws(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "A picture of it: runs/ring-4.svg" in inside("graph", "ring", "-n", "4").stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]  # nothing lies about
     done = inside("graph", "one-peer-exponential", "-n", "8", "--picture", tmp_path / "g.svg")
     assert done.returncode == 0
     assert "1 model sizes per replica" in done.stdout

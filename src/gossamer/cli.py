@@ -179,7 +179,7 @@ def graph_command(
     name: Annotated[str, typer.Argument(help="A graph with its parameters, such as ring or lattice:k=10.")],
     n: Annotated[int, typer.Option("-n", help="Replicas.")] = 16,
     picture_file: Annotated[
-        Path | None, typer.Option("--picture", help="Where the SVG goes. (default: NAME-N.svg)", show_default=False)
+        Path | None, typer.Option("--picture", help="Where the SVG goes. (default: runs/NAME-N.svg)", show_default=False)
     ] = None,
 ) -> None:
     """Print a graph's properties and draw it."""
@@ -202,8 +202,9 @@ def graph_command(
     )
     show(table)
     if picture.can_draw(graph):
-        path = picture_file or Path(f"{name.replace(':', '-').replace('=', '').replace(',', '-')}-{n}.svg")
+        path = picture_file or Path(f"runs/{name.replace(':', '-').replace('=', '').replace(',', '-')}-{n}.svg")
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(picture.svg(graph, size=600), encoding="utf-8")
         except OSError as error:
             raise GossamerError(f"{path} can't be written: {error.strerror}") from None

@@ -52,7 +52,7 @@ def plan_command(
             help="A method to compare, such as 'ring, bfloat16'; may be repeated. (default: thirteen)", show_default=False
         ),
     ] = None,
-    figure_file: Annotated[Path, typer.Option("--figure", help="Where the figure goes.")] = Path("plan.html"),
+    figure_file: Annotated[Path, typer.Option("--figure", help="Where the figure goes.")] = Path("runs/plan.html"),
     fit_file: Annotated[
         Path | None,
         typer.Option(
