@@ -1,11 +1,5 @@
-"""Runs a bench in this process and stops in the middle of a write, so that the test can kill it just there.
+"""Runs a bench in this process and stops in the middle of a write, so that the test can kill it just there."""
 
-    python -m tests.bench_driver SPEC OUT checkpoint|commit COUNT MARKER
-
-On the COUNT-th checkpoint (or commit) half of it is done, MARKER is written, and the process waits to be killed.
-"""
-
-import sys
 import time
 from pathlib import Path
 
@@ -14,9 +8,9 @@ import safetensors.torch
 from gossamer.dbench import bench, load, store
 
 
-def main() -> None:
-    spec, out, where, count, marker = sys.argv[1:]
-    left = int(count)
+def main(spec: Path, out: Path, where: str, count: int, marker: Path) -> None:
+    """On the ``count``-th checkpoint or commit (``where``) half of it is done, the marker is written, and the process waits to be killed."""
+    left = count
 
     def reached() -> bool:
         nonlocal left
@@ -24,7 +18,7 @@ def main() -> None:
         return left == 0
 
     def wait_to_be_killed() -> None:
-        Path(marker).touch()
+        marker.touch()
         time.sleep(60)
 
     if where == "checkpoint":
@@ -47,7 +41,3 @@ def main() -> None:
 
         store._add = uncommitted
     bench(load(spec), out, jobs=1, checkpoint_seconds=0.1, quiet=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,12 @@
-"""One thread per process: several test processes share two cores, and results must not depend on the thread count."""
+"""One thread per process: several test processes share two cores, and results must not depend on the thread count.
+
+Processes are started by the hundred, so what they import is compiled once, whatever the environment says."""
 
 import gc
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 
 import pytest
 import torch
@@ -15,6 +18,8 @@ torch.set_num_threads(1)
 
 def pytest_collection_modifyitems(items):
     by_size(items)
+    gc.collect()
+    gc.freeze()  # what was imported is not looked through again
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +32,7 @@ def pool():
 
 @pytest.fixture
 def no_gc():
-    """For Ctrl-C in this process: one that arrives inside hypothesis's callback of the garbage collector is swallowed."""
+    """For what makes a lot and no cycles. For Ctrl-C in this process: one that arrives inside hypothesis's callback of the collector is swallowed."""
     gc.disable()
     yield
     gc.enable()

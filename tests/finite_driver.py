@@ -89,6 +89,12 @@ def run(out, case):
         (out / f"{name}.{rank}.json").write_text(json.dumps(record))
 
 
+def every_case(world, cases):
+    """In workers of the pool."""
+    for case in cases:
+        run(world.folder, case)
+
+
 def said(call):
     try:
         call()
@@ -98,6 +104,8 @@ def said(call):
 
 
 if __name__ == "__main__":
+    import tests.no_compiler  # noqa: F401
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for one in json.loads(sys.argv[2]):

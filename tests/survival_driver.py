@@ -110,6 +110,8 @@ def check(model, record):
 
 
 if __name__ == "__main__":
+    import tests.no_compiler  # noqa: F401
+
     out, graph, steps, *rest = sys.argv[1:]
     pause = float(rest[0]) if rest else 0.0
     main(Path(out), graph, int(steps), pause, dict(part.split("=") for part in rest[1:]))

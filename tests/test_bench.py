@@ -28,7 +28,8 @@ from gossamer.dbench.store import FILE, Store
 from gossamer.errors import GossamerError
 from gossamer.methods import Method
 from gossamer.rows.replicas import Replicas
-from tests.commands import ROOT, gossamer, inside
+from tests import bench_driver
+from tests.commands import ROOT, forked, gossamer, in_fork, inside
 from tests.models import task
 from tests.test_methods import registered
 
@@ -93,7 +94,7 @@ def test_results_have_the_documented_keys(uninterrupted):
     assert set(central["dispersion"]["at_100_percent"].values()) == {0.0}
     documented = (ROOT / "docs" / "results.md").read_text()
     assert all(f"`{key}`" in documented for key in [*row, "seconds"])
-    lines = gossamer("results", uninterrupted, "--csv").stdout.splitlines()
+    lines = inside("results", uninterrupted, "--csv").stdout.splitlines()
     assert len(lines) == 13
     assert "dispersion_at_10_percent_gini" in lines[0]
     table = io.StringIO()
@@ -145,8 +146,7 @@ def test_killed_again_and_again_and_rerun_gives_the_same_results(spec_file, unin
     out, marker = tmp_path / "out", tmp_path / "marker"
     chance = random.Random(5)
     for where, count in (("checkpoint", 2), ("commit", 3)):
-        driver = [sys.executable, "-m", "tests.bench_driver", spec_file, out, where, str(count), marker]
-        process = subprocess.Popen(list(map(str, driver)), cwd=ROOT)
+        process = forked(bench_driver.main, spec_file, out, where, count, marker)
         deadline = time.monotonic() + 120
         while not marker.exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -156,20 +156,8 @@ def test_killed_again_and_again_and_rerun_gives_the_same_results(spec_file, unin
         marker.unlink()
     kills = 0
     for _ in range(2):
-        command = [
-            sys.executable,
-            "-m",
-            "gossamer",
-            "bench",
-            str(spec_file),
-            "--out",
-            str(out),
-            "--jobs",
-            "2",
-            "--checkpoint-seconds",
-            "0",
-        ]
-        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        command = ["bench", spec_file, "--out", out, "--jobs", 2, "--checkpoint-seconds", 0]
+        process = in_fork(*command, stderr=subprocess.PIPE)
         process.stderr.readline()  # "k of 12 runs are already there", or the first finished run
         time.sleep(chance.uniform(0.0, 4.0))
         kills += process.poll() is None
@@ -184,8 +172,8 @@ def test_killed_again_and_again_and_rerun_gives_the_same_results(spec_file, unin
 
 def test_ctrl_c_while_workers_start(spec_file, tmp_path):
     """They import torch for seconds; an interrupt in that time must not look like a failure."""
-    command = [sys.executable, "-m", "gossamer", "bench", str(spec_file), "--out", str(tmp_path / "out"), "--jobs", "2"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    command = ["bench", spec_file, "--out", tmp_path / "out", "--jobs", 2]
+    process = in_fork(*command, stderr=subprocess.PIPE, start_new_session=True)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while len(children.read_text().split()) < 2:
         time.sleep(0.02)
@@ -198,20 +186,8 @@ def test_ctrl_c_while_workers_start(spec_file, tmp_path):
 
 def test_a_checkpoint_that_outlived_its_store_is_not_trusted(spec_file, uninterrupted, tmp_path):
     out = tmp_path / "out"
-    command = [
-        sys.executable,
-        "-m",
-        "gossamer",
-        "bench",
-        str(spec_file),
-        "--out",
-        str(out),
-        "--jobs",
-        "1",
-        "--checkpoint-seconds",
-        "0.1",
-    ]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    command = ["bench", spec_file, "--out", out, "--jobs", 1, "--checkpoint-seconds", 0.1]
+    process = in_fork(*command, stderr=subprocess.PIPE)
     process.stderr.readline()
     while not list((out / "checkpoints").glob("*.ckpt")):
         time.sleep(0.005)
@@ -236,11 +212,9 @@ def _shapes():
 
 def test_ctrl_c_saves_and_the_next_call_goes_on(spec_file, uninterrupted, tmp_path):
     out = tmp_path / "out"
-    for jobs in ("1", "2"):
-        command = [sys.executable, "-m", "gossamer", "bench", str(spec_file), "--out", str(out), "--jobs", jobs]
-        process = subprocess.Popen(
-            command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
+    for jobs in (1, 2):
+        command = ["bench", spec_file, "--out", out, "--jobs", jobs]
+        process = in_fork(*command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         process.stderr.readline()
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=60)
@@ -253,8 +227,7 @@ def test_ctrl_c_saves_and_the_next_call_goes_on(spec_file, uninterrupted, tmp_pa
 
 def test_a_second_bench_on_the_same_folder_is_refused_with_the_pid(spec_file, tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "gossamer", "bench", str(spec_file), "--out", str(out), "--jobs", "1"]
-    first = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    first = in_fork("bench", spec_file, "--out", out, "--jobs", 1, stderr=subprocess.PIPE)
     first.stderr.readline()
     second = inside("bench", spec_file, "--out", out)  # at once: the first one does not take long
     assert second.returncode == 2
@@ -268,8 +241,7 @@ def test_a_second_bench_on_the_same_folder_is_refused_with_the_pid(spec_file, tm
 
 
 def test_workers_end_when_the_bench_is_killed(spec_file, tmp_path):
-    command = [sys.executable, "-m", "gossamer", "bench", str(spec_file), "--out", str(tmp_path / "out"), "--jobs", "2"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = in_fork("bench", spec_file, "--out", tmp_path / "out", "--jobs", 2, stderr=subprocess.PIPE)
     process.stderr.readline()
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) >= 2
@@ -292,10 +264,8 @@ def test_a_full_disk_is_named_and_finished_runs_are_kept(spec_file, uninterrupte
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", disk], capture_output=True).returncode:
         pytest.skip("file systems can't be mounted here")
     try:
-        command = [sys.executable, "-m", "gossamer", "bench", str(spec_file), "--out", str(out), "--jobs", "1"]
-        process = subprocess.Popen(
-            [*command, "--checkpoint-seconds", "0.1"], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
+        command = ["bench", spec_file, "--out", out, "--jobs", 1, "--checkpoint-seconds", 0.1]
+        process = in_fork(*command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         process.stderr.readline()  # from here on the store is there
         finished = False
         while not finished:

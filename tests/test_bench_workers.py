@@ -7,7 +7,7 @@ import pytest
 
 from gossamer.dbench.store import FILE, Store
 from tests import workers
-from tests.commands import inside
+from tests.commands import inside, together
 
 SPEC = """
 name = "spread"
@@ -56,12 +56,17 @@ def alone(spec, tmp_path_factory):
     return results(out)
 
 
+def command(spec, out):
+    return ["bench", spec, "--out", out, "--checkpoint-seconds", "0.01"]
+
+
 def bench(spec, out):
-    return ["-m", "gossamer", "bench", spec, "--out", out, "--checkpoint-seconds", "0.01"]
+    return ["-m", "gossamer", *command(spec, out)]
 
 
-def test_three_processes_give_the_result_of_one(spec, alone, tmp_path):
-    workers.run_ok(3, bench(spec, tmp_path / "out"))
+def test_three_processes_give_the_result_of_one(spec, alone, pool, tmp_path):
+    for worker in together(pool, 3, tmp_path, *command(spec, tmp_path / "out")):
+        assert worker.returncode == 0, worker.stderr
     spread = results(tmp_path / "out")
     assert [row["method"] for row in spread] == ["centralized", "ring"]
     for one, many in zip(alone, spread, strict=True):
@@ -71,11 +76,12 @@ def test_three_processes_give_the_result_of_one(spec, alone, tmp_path):
     assert not list((tmp_path / "out" / "checkpoints").iterdir())
 
 
-def test_a_search_finds_the_same_in_three_processes(tmp_path):
+def test_a_search_finds_the_same_in_three_processes(pool, tmp_path):
     path = tmp_path / "search.toml"
     path.write_text(SPEC.replace("epochs = 3", "epochs = 1") + "[search]\nlr = [0.001, 0.2]\nseeds = [100]\n")
     assert inside("bench", path, "--out", tmp_path / "one", "--jobs", 1, "--quiet").returncode == 0
-    workers.run_ok(3, bench(path, tmp_path / "three"))
+    for worker in together(pool, 3, tmp_path, *command(path, tmp_path / "three")):
+        assert worker.returncode == 0, worker.stderr
     one, three = ([(row["lr"], row["value"]) for row in results(tmp_path / out)] for out in ("one", "three"))
     assert [lr for lr, _ in one] == [0.2, 0.2]
     assert all(near(a, b) for x, y in zip(one, three, strict=True) for a, b in zip(x, y, strict=True))
@@ -118,14 +124,14 @@ def test_damaged_checkpoints_of_all_processes_begin_the_run_anew(spec, alone, tm
     assert list(out.glob("checkpoints/*.damaged/*rank-1-of-2.ckpt"))
 
 
-def test_a_number_of_replicas_that_does_not_divide_is_said_in_one_line(spec, tmp_path):
-    for worker in workers.run(4, bench(spec, tmp_path / "out")):
-        assert worker.code == 2
-        assert "gossamer: 6 replicas do not split evenly over 4 processes" in worker.err
-        assert "Traceback" not in worker.err
+def test_a_number_of_replicas_that_does_not_divide_is_said_in_one_line(spec, pool, tmp_path):
+    for worker in together(pool, 4, tmp_path, *command(spec, tmp_path / "out")):
+        assert worker.returncode == 2
+        assert "gossamer: 6 replicas do not split evenly over 4 processes" in worker.stderr
+        assert "Traceback" not in worker.stderr
 
 
-def test_an_output_folder_that_cannot_be_made_is_said_on_every_rank(spec):
-    for worker in workers.run(2, bench(spec, "/proc/nowhere")):
-        assert worker.code == 2
-        assert "can't be made" in worker.err
+def test_an_output_folder_that_cannot_be_made_is_said_on_every_rank(spec, pool, tmp_path):
+    for worker in together(pool, 2, tmp_path, *command(spec, "/proc/nowhere")):
+        assert worker.returncode == 2
+        assert "can't be made" in worker.stderr

@@ -6,12 +6,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 
 from tests import workers
+from tests.commands import in_fork
 from tests.workers import ROOT
 
 DRIVER = ["-m", "tests.collective_driver"]
@@ -19,8 +19,8 @@ DRIVER = ["-m", "tests.collective_driver"]
 
 def start(folder, case, n, *options):
     env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "gossamer", "launch", "-n", str(n), *options, *DRIVER, str(folder), case]
-    return subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = ["launch", "-n", n, *options, *DRIVER, folder, case]
+    return in_fork(*command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def run(folder, case, n, *options):

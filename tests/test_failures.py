@@ -31,7 +31,7 @@ from gossamer.members.outages import Attendance, Outage, donors
 from gossamer.rows.replicas import Replicas
 from gossamer.schedules import rebuilt, schedule
 from tests.models import Cnn, Dropout, mlp, stopped_and_loaded, task
-from tests.test_report import browser, needs_browser, open_page, plotted  # noqa: F401  (a fixture)
+from tests.test_report import browser, driver, needs_browser, open_page, plotted  # noqa: F401  (fixtures)
 
 # With 8 workers and 10 steps an epoch: alone, two at once, one whose neighbour just came back, one for good, one from the start.
 MANY = (Outage(3, 0.2, 0.9), Outage(7, 0.4, 1.2), Outage(0, 0.4, 0.7), Outage(1, 0.7, 1.1), Outage(5, 1.3), Outage(6, 0.0, 0.1))

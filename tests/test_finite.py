@@ -4,7 +4,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,7 +14,8 @@ from gossamer.rows.finite import copy, culprit, finite, share
 from gossamer.schedules import schedule
 from gossamer.transport.routes import plan
 from tests import workers
-from tests.finite_driver import RATE, Net, gradients, row
+from tests.commands import in_fork
+from tests.finite_driver import RATE, Net, every_case, gradients, row
 
 N, STEPS, BAD = 4, 8, [2, 3]  # rank 2, after the update of step 3
 SENT = BAD[1] + 1  # the step in which the others get it
@@ -41,13 +41,12 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory):
-    """One launch for all cases: name -> of each rank what it has to say."""
+def records(pool, tmp_path_factory):
+    """name -> of each rank what it has to say."""
     out = tmp_path_factory.mktemp("finite")
-    cases = [{"steps": STEPS, "bad": [BAD]} | case for case in CASES]
-    workers.run_ok(N, ["-m", "tests.finite_driver", out, json.dumps(cases)], timeout=60)
+    pool.check(N, every_case, {"cases": [{"steps": STEPS, "bad": [BAD]} | case for case in CASES]}, out)
     return {
-        case["name"]: [json.loads((out / f"{case['name']}.{rank}.json").read_text()) for rank in range(N)] for case in cases
+        case["name"]: [json.loads((out / f"{case['name']}.{rank}.json").read_text()) for rank in range(N)] for case in CASES
     }
 
 
@@ -197,10 +196,13 @@ def launch(out, n, graph, steps, bad, options=(), **case):
     case = {"name": "launched", "graph": graph, "steps": steps, "bad": bad, "ends": True} | case
     env = os.environ | {"PYTHONPATH": f"{workers.ROOT / 'src'}:{workers.ROOT}", "OMP_NUM_THREADS": "1"}
     driver = ["-m", "tests.finite_driver", str(out), json.dumps([case])]
-    command = [sys.executable, "-m", "gossamer", "launch", "-n", str(n), *options, *driver]
-    made = subprocess.run(command, env=env, cwd=workers.ROOT, capture_output=True, text=True, timeout=60)
+    job = in_fork("launch", "-n", n, *options, *driver, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        output = job.communicate(timeout=60)[0]
+    finally:
+        job.kill()
     said = {rank: json.loads(path.read_text()) for rank in range(n) if (path := out / f"launched.{rank}.json").exists()}
-    return made.returncode, made.stdout + made.stderr, said
+    return job.returncode, output, said
 
 
 @pytest.mark.parametrize("graph", ["one-peer-exponential", "periodic:every=1,bits=8"])

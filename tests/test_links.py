@@ -4,45 +4,36 @@ import contextlib
 import threading
 import time
 
+import torch
 import torch.distributed as dist
 
+from gossamer import graphs
 from gossamer.members.store import Seat
 from gossamer.members.survivors import open_group
-from gossamer.transport import link as links
-from tests import workers
-
-CODE = """
-import torch, torch.distributed as dist
-from gossamer import graphs
 from gossamer.rows.block import Block
 from gossamer.rows.vector import Parameters
+from gossamer.transport import link as links
 from gossamer.transport.exchange import Exchange
-from gossamer.transport.link import BatchLink
 from gossamer.transport.mixer import Mixer
-
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-rank, n = dist.get_rank(), dist.get_world_size()
-exchange = Exchange(BatchLink(dist.distributed_c10d._get_default_store(), rank, n, timeout=20))
-for name in ("one-peer-exponential", "exponential", "complete", "ring"):
-    x = torch.randn(n, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    block = Block([("w", torch.nn.Parameter(torch.zeros(48, dtype=torch.float64)), False)], 1, torch.device("cpu"))
-    block.x.copy_(x[rank : rank + 1])
-    mixer = Mixer(n, exchange)
-    graph = graphs.parse(name, n)
-    for t in range(3):
-        rows = Parameters([block], in_place=True)
-        mixer.start(graph.round(t), t, rows).into(rows)
-        x = torch.from_numpy(graph.matrix(t)) @ x
-        assert torch.allclose(block.x[0], x[rank], atol=1e-12), (name, t)
-    assert torch.allclose(mixer.mean(block.x[0]), x.mean(dim=0), atol=1e-12)
-print("done")
-"""
+from tests.pool import on_workers
 
 
-def test_batched_sends_and_receives_mix_as_the_matrix_says():
-    for worker in workers.run_ok(4, ["-c", CODE], timeout=60):
-        assert "done" in worker.out
+@on_workers(4)
+def test_batched_sends_and_receives_mix_as_the_matrix_says(world):
+    rank, n = world.rank, world.size
+    exchange = Exchange(links.BatchLink(dist.distributed_c10d._get_default_store(), rank, n, timeout=20))
+    for name in ("one-peer-exponential", "exponential", "complete", "ring"):
+        x = torch.randn(n, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        block = Block([("w", torch.nn.Parameter(torch.zeros(48, dtype=torch.float64)), False)], 1, torch.device("cpu"))
+        block.x.copy_(x[rank : rank + 1])
+        mixer = Mixer(n, exchange)
+        graph = graphs.parse(name, n)
+        for t in range(3):
+            rows = Parameters([block], in_place=True)
+            mixer.start(graph.round(t), t, rows).into(rows)
+            x = torch.from_numpy(graph.matrix(t)) @ x
+            assert torch.allclose(block.x[0], x[rank], atol=1e-12), (name, t)
+        assert torch.allclose(mixer.mean(block.x[0]), x.mean(dim=0), atol=1e-12)
 
 
 def test_a_group_that_waits_for_one_who_died_does_not_hold_the_next(monkeypatch):

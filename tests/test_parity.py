@@ -4,24 +4,27 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests import workers
-from tests.parity_driver import N
+from tests.parity_driver import N, every_case
+from tests.world import World
 
 
-def rows(folder, p):
-    workers.run_ok(p, ["-m", "tests.parity_driver", folder])
+def rows(folder, p, pool):
+    if p == 1:
+        every_case(World(0, 1, folder))
+    else:
+        pool.check(p, every_case, {}, folder, limit=240)
     parts = [safetensors.torch.load_file(folder / f"rank-{rank}.safetensors") for rank in range(p)]
     return {key: parts[0][key] if key.endswith("|value") else torch.cat([part[key] for part in parts]) for key in parts[0]}
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    return rows(tmp_path_factory.mktemp("alone"), 1)
+def alone(pool, tmp_path_factory):
+    return rows(tmp_path_factory.mktemp("alone"), 1, pool)
 
 
-@pytest.mark.parametrize("p", [2, 8])
-def test_every_layout_gives_the_same_parameters(alone, p, tmp_path):
-    spread = rows(tmp_path, p)
+@pytest.mark.parametrize("workers", [2, 8])
+def test_every_layout_gives_the_same_parameters(alone, workers, pool, tmp_path):
+    spread = rows(tmp_path, workers, pool)
     assert spread.keys() == alone.keys()
     for key, one in alone.items():
         many = spread[key]

@@ -56,20 +56,30 @@ def output(tmp_path_factory):
     return out
 
 
-@pytest.fixture
-def browser(tmp_path):
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    """One browser for all pages: its start takes longer than a test."""
     options = Options()
     options.binary_location = CHROMIUM or ""
     flags = "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync"
-    for flag in [*flags.split(), f"--user-data-dir={tmp_path / 'profile'}"]:
+    for flag in [*flags.split(), f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    yield driver
-    driver.quit()
+    started = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield started
+    started.quit()
 
 
-def open_page(driver, output, width=1200):
+@pytest.fixture
+def browser(driver):
+    driver.get("about:blank")
+    for kind in ("browser", "performance"):
+        driver.get_log(kind)  # of the test before
+    return driver
+
+
+def open_page(driver, output, width=1200, scheme="light"):
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     driver.get(f"file://{output / 'report.html'}")
@@ -154,8 +164,7 @@ def test_selectors_change_what_is_drawn(browser, output):
 @needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone_in_light_and_dark(browser, output, scheme):
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
-    open_page(browser, output, width=360)
+    open_page(browser, output, width=360, scheme=scheme)
     wide, page = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
     assert (wide, page) == (360, 360)
     colours = browser.execute_script("const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]")

@@ -316,7 +316,7 @@ def check_end(world):
     ("n", "deaths", "evictions", "joins", "last"),
     [(4, 1, 0, 0, 2), (3, 2, 0, 0, 4), (3, 0, 1, 0, 4), (2, 0, 0, 1, 4), (2, 1, 0, 1, 3)],
 )
-def test_no_interleaving_deadlocks_or_mixes_epochs(n, deaths, evictions, joins, last):
+def test_no_interleaving_deadlocks_or_mixes_epochs(n, deaths, evictions, joins, last, no_gc):
     states, ends = explore(start(n, deaths, evictions, joins, last))
     print(n, deaths, evictions, joins, last, states, len(ends))
     assert (not deaths and not evictions) or any(len(end) < n for end in ends)
@@ -334,7 +334,7 @@ def test_no_interleaving_deadlocks_or_mixes_epochs(n, deaths, evictions, joins, 
         (1, 0, 0, 1, 3, 0),
     ],
 )
-def test_workers_that_leave_are_together_again_in_every_interleaving(n, deaths, evictions, joins, last, leaver):
+def test_workers_that_leave_are_together_again_in_every_interleaving(n, deaths, evictions, joins, last, leaver, no_gc):
     states, ends = explore(start(n, deaths, evictions, joins, last, leaver))
     print(n, deaths, evictions, joins, last, leaver, states, len(ends))
     assert tuple(range(n)) in ends or deaths or evictions or joins

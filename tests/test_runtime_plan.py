@@ -15,7 +15,7 @@ from gossamer.runtime import cluster as clusters
 from gossamer.runtime import plan as planning
 from gossamer.runtime.calibrate import _sigma
 from gossamer.runtime.noise import Lognormal
-from tests import workers
+from tests.commands import together
 
 
 def planned(name: str, params: str, *methods: str) -> planning.Plan:
@@ -325,12 +325,13 @@ def test_the_spread_is_that_of_the_slowest(sigma):
 
 
 @pytest.mark.parametrize(("hosts", "per_host"), [(2, 1), (1, 3)])
-def test_calibrate_writes_a_cluster_that_can_be_planned(hosts, per_host, tmp_path):
+def test_calibrate_writes_a_cluster_that_can_be_planned(hosts, per_host, pool, tmp_path):
     out = tmp_path / "c.toml"
-    command = ["-m", "gossamer", "calibrate", "--out", out, "--task", "digits/mlp", "--megabytes", "1"]
-    first, *others = workers.run_ok(hosts * per_host, command, {"LOCAL_WORLD_SIZE": str(per_host)})
-    assert ("between hosts" if hosts > 1 else "inside a host") in first.out
-    assert not any(other.out for other in others)
+    command = ["calibrate", "--out", out, "--task", "digits/mlp", "--megabytes", "1"]
+    first, *others = together(pool, hosts * per_host, tmp_path, *command, LOCAL_WORLD_SIZE=str(per_host))
+    assert first.returncode == 0, first.stderr
+    assert ("between hosts" if hosts > 1 else "inside a host") in first.stdout
+    assert not any(other.returncode or other.stdout for other in others)
     cluster = clusters.load(out)
     assert (cluster.hosts, cluster.per_host) == (hosts, per_host)
     assert (cluster.inter or cluster.intra).gbit > 0.01

@@ -12,21 +12,21 @@ import time
 
 import pytest
 
+from tests.commands import in_fork
 from tests.workers import ROOT
 
 
 class Campaign:
     """A running job, seen from outside."""
 
-    def __init__(self, folder, n, graph, steps=1_000_000, pause=0.005, launch=(), options=()):
+    def __init__(self, folder, n, graph, steps=1_000_000, pause=0.015, launch=(), options=()):
         folder.mkdir(exist_ok=True)
         self.start(folder, n, launch, ["-m", "tests.survival_driver", str(folder), graph, str(steps), str(pause), *options])
 
     def start(self, folder, n, launch, driver):
         self.folder = folder
         env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "gossamer", "launch", "-n", str(n), *map(str, launch), *driver]
-        self.process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.process = in_fork("launch", "-n", n, *launch, *driver, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
     def __enter__(self):
         return self
