@@ -17,7 +17,7 @@ test-release: $(READY)  ## wheel and sdist: built, checked, and used in a fresh 
 
 docs: $(READY)  ## the docs as a site, with warnings as errors: site/index.html; and the commands and code of its tutorials run
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	timeout 600 $(BIN)/python -m pytest tests/site
 
 lint: $(READY)  ## style and types
