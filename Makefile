@@ -4,13 +4,18 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-release docs lint bench bench-workers reliability study-figures clean
+.PHONY: demo test test-extras test-release docs lint bench bench-workers reliability study-figures clean
 
 demo: $(READY)  ## DBench's quickstart on embedded data; ends with the path of a report to open in a browser
 	$(BIN)/gossamer bench quickstart --out runs/quickstart
 
 test: $(READY)  ## everything that is checked automatically
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/extras
+
+EXTRAS := tensorboard,wandb,mlflow,trackio,export,notebook
+test-extras: $(READY)  ## with the real libraries of other people: loggers, notebooks
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m pytest tests/extras
 
 test-release: $(READY)  ## wheel and sdist: built, checked, and used in a fresh environment
 	timeout 300 .ci/release

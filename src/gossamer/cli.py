@@ -20,16 +20,19 @@ from gossamer.apps import data_cli, tasks
 from gossamer.dbench import compare as comparing
 from gossamer.dbench import report as reporting
 from gossamer.dbench import start
+from gossamer.dbench.export import export_command
 from gossamer.dbench.results import as_csv, as_table, results
 from gossamer.dbench.runner import bench
 from gossamer.dbench.spec import load, shipped
 from gossamer.dbench.store import FILE, Store
 from gossamer.errors import GossamerError
 from gossamer.graphs import picture
+from gossamer.integrations.loggers import Named
 from gossamer.members.store import open_link
 from gossamer.runtime import commands as runtime
 from gossamer.runtime import doctor
 from gossamer.runtime.figure import show
+from gossamer.runtime.traces import trace_command
 from gossamer.transport.exchange import Exchange
 
 app = typer.Typer(
@@ -80,6 +83,14 @@ def bench_command(
         bool, typer.Option("--resume/--no-resume", help="Go on with what the output folder holds, or refuse to.")
     ] = True,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress display.")] = False,
+    log: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND[=WHERE]",
+            help="Log each run while it trains: tensorboard[=FOLDER], wandb[=PROJECT], mlflow[=URI] or trackio[=PROJECT].",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Run the grid of a spec and write a report.
 
@@ -103,9 +114,17 @@ def bench_command(
     folder = out or Path("runs") / (re.sub(r"[^\w.-]+", "-", name).strip("-.")[:100] or "bench")
     if not resume and (folder / FILE).exists():
         raise GossamerError(f"{folder} holds results already, and --no-resume was given; choose another --out")
+    loggers = Named(log, read.name, folder) if log else None
     exchange, device = _workers(device, jobs)
     outcome = bench(
-        read, folder, jobs=jobs, device=device, checkpoint_seconds=checkpoint_seconds, quiet=quiet, exchange=exchange
+        read,
+        folder,
+        jobs=jobs,
+        device=device,
+        checkpoint_seconds=checkpoint_seconds,
+        quiet=quiet,
+        exchange=exchange,
+        log=loggers,
     )
     if exchange is not None and exchange.rank:
         return  # the first one says it all
@@ -310,6 +329,8 @@ def doctor_command() -> None:
         raise typer.Exit(1)
 
 
+app.command("export")(export_command)
+app.command("trace")(trace_command)
 app.command("plan")(runtime.plan_command)
 app.command("calibrate")(runtime.calibrate_command)
 app.add_typer(data_cli.app, name="data")

@@ -135,7 +135,7 @@ def load(store: Store) -> list[RunData]:
                 centralized=spec.method(run.method).centralized,
                 epochs=tuple(store.epochs(run.id)),
                 steps=np.array([look.step for look in looks], dtype=np.int64),
-                dispersion=_dispersion(looks),
+                dispersion=dispersion_of(looks),
                 consensus=np.array([look.consensus_distance for look in looks]),
                 changes=tuple(store.changes(run.id)),
                 step_seconds=clock.get("seconds", {}).get(run.method, {}).get(str(run.replicas)),
@@ -147,7 +147,7 @@ def load(store: Store) -> list[RunData]:
     return loaded
 
 
-def _dispersion(looks: Sequence[ProfileRow]) -> dict[str, np.ndarray]:
+def dispersion_of(looks: Sequence[ProfileRow]) -> dict[str, np.ndarray]:
     """Many looks at once, as long as the same number of replicas took part: [replicas, looks, tensors] → [looks, tensors]."""
     parts = [
         dispersion(torch.from_numpy(np.stack([look.norms for look in same], axis=1)))

@@ -14,7 +14,7 @@ import torch
 from gossamer.checkpoints import checkpoint
 from gossamer.data import machine
 from gossamer.data.tasks import Task
-from gossamer.dbench import clock
+from gossamer.dbench import clock, logs
 from gossamer.dbench.spec import Cell, Spec
 from gossamer.dbench.store import Number, Store
 from gossamer.errors import TrainingDiverged
@@ -76,26 +76,27 @@ def run_cell(
         return rows
 
     pause = _Pause(trainer, checkpoint_seconds)
-    try:
-        while True:
-            trainer.run(stop=lambda: stop() or pause.due())
-            if trainer.step == trainer.steps:
-                break
-            book.write(Store.add, *unsaved())  # before the checkpoint: see store.py
-            # A run that has gone wrong leaves no checkpoint; it is found out at the same step as if none had been tried.
-            with contextlib.suppress(TrainingDiverged):
+    with logs.following(trainer, cell, book.log):
+        try:
+            while True:
+                trainer.run(stop=lambda: stop() or pause.due())
+                if trainer.step == trainer.steps:
+                    break
+                book.write(Store.add, *unsaved())  # before the checkpoint: see store.py
+                # A run that has gone wrong leaves no checkpoint; it is found out at the same step as if none had been tried.
+                with contextlib.suppress(TrainingDiverged):
+                    trainer.save(book.path)
+                pause.reset()
+                if trainer.agreed(stop()):
+                    return False
+            result = trainer.evaluate_unless(stop, spec.profile.singles)
+            if result is None:  # trained, and evaluated next time
+                book.write(Store.add, *unsaved())
                 trainer.save(book.path)
-            pause.reset()
-            if trainer.agreed(stop()):
                 return False
-        result = trainer.evaluate_unless(stop, spec.profile.singles)
-        if result is None:  # trained, and evaluated next time
-            book.write(Store.add, *unsaved())
-            trainer.save(book.path)
-            return False
-        status, message = "done", None
-    except TrainingDiverged as error:
-        result, status, message = None, "diverged", str(error)
+            status, message = "done", None
+        except TrainingDiverged as error:
+            result, status, message = None, "diverged", str(error)
     final = {
         "value": result and result.value,
         "value_mean": result and result.mean,
@@ -115,12 +116,13 @@ def run_cell(
 
 @dataclass(frozen=True)
 class Book:
-    """Where one run is written down: its row in the store, and its checkpoint. A process that is not the first has no store."""
+    """Where one run is written down: its row in the store, its checkpoint, its logger. A process that is not the first has no store."""
 
     store: Store | None
     run: int
     path: Path
     backend: str | None
+    log: logs.Loggers | None = None
 
     def trusts(self, progress: dict[str, Any]) -> bool:
         """Whether the store holds all that a checkpoint knows."""
@@ -135,11 +137,11 @@ class Book:
             how(self.store, self.run, *what)
 
 
-def book(store: Store, cell: Cell, processes: int = 1) -> Book:
+def book(store: Store, cell: Cell, processes: int = 1, log: logs.Loggers | None = None) -> Book:
     """In one process; with several, rank 0 tells the others what to write on theirs."""
     run = store.find(cell).id
     name = f"{run}.ckpt" if processes == 1 else f"{run}.of-{processes}"
-    return Book(store, run, store.path.parent / "checkpoints" / name, store.meta(backend_key(cell.replicas, processes)))
+    return Book(store, run, store.path.parent / "checkpoints" / name, store.meta(backend_key(cell.replicas, processes)), log)
 
 
 def backend_key(replicas: int, processes: int) -> str:

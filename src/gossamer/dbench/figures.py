@@ -17,6 +17,7 @@ from gossamer.dbench import analysis
 from gossamer.dbench.analysis import RunData
 from gossamer.dbench.findings import FEW
 from gossamer.dbench.partition import Partition
+from gossamer.errors import GossamerError
 from gossamer.rows.profile import MEASURES
 from gossamer.trainer import EpochRecord
 
@@ -44,6 +45,19 @@ class Figure:
     caption: str
     selectors: dict[str, list[str]]
     variants: list[dict[str, Any]]
+
+    def choices(self) -> Iterator[dict[str, str]]:
+        """One for each variant."""
+        return (dict(zip(self.selectors, choice, strict=True)) for choice in itertools.product(*self.selectors.values()))
+
+    def choose(self, choice: Mapping[str, str]) -> dict[str, Any]:
+        """The variant for this choice; of a selector that it leaves out, the first one. Measures have short names, too."""
+        named = {key: _NAMES.get(value, value) if key == "measure" else value for key, value in choice.items()}
+        for key, value in named.items():
+            if value not in self.selectors.get(key, ()):
+                there = "; ".join(f"{name}: {', '.join(options)}" for name, options in self.selectors.items()) or "nothing"
+                raise GossamerError(f"figure {self.id!r} has no {key}={value!r}; to choose there is {there}")
+        return next(v for v, c in zip(self.variants, self.choices(), strict=True) if named.items() <= c.items())
 
 
 def figures(

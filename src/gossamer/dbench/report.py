@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,17 +14,21 @@ from plotly.offline import get_plotlyjs
 
 from gossamer import graphs
 from gossamer.dbench import analysis, budgets, failure_costs, partition, search
-from gossamer.dbench.analysis import Final, RunData
+from gossamer.dbench.analysis import RunData
 from gossamer.dbench.failures import NONE
-from gossamer.dbench.figures import figures
-from gossamer.dbench.findings import FEW, findings, shown
+from gossamer.dbench.figures import Figure, figures
+from gossamer.dbench.findings import findings
 from gossamer.dbench.spec import Spec
 from gossamer.dbench.store import FILE, FINISHED, Store
+from gossamer.dbench.summary import Summary, summary
 from gossamer.errors import GossamerError
 from gossamer.graphs import picture
 from gossamer.toml_files import written
 
 NAME = "report.html"
+_BYTES = (
+    "<p>MB: what a replica receives; no graph costs more than an all-reduce, so dense ones cost the same (docs/graphs.md).</p>"
+)
 
 
 def write(folder: Path) -> Path:
@@ -52,17 +55,15 @@ def page(store: Store, runs: Sequence[RunData]) -> str:
     metric = store.meta("metric")
     name, higher = metric["name"], metric["higher_is_better"]
     split = partition.kept(store)
-    through = [failure_costs.figure(runs, name, higher)] if failure_costs.scenarios(runs) else []
+    drawn = [asdict(figure) for figure in all_figures(store, runs)]
     every, runs = runs, failure_costs.reference(runs)
-    trained = any(r.value is not None for r in runs)  # else the axes would be empty
-    drawn = [asdict(figure) for figure in (*through, *figures(runs, name, higher, split))] if trained else []
     said = findings(runs, spec, name, higher, split) + failure_costs.sentences(every, spec, name, higher)
     left = sum(run.status not in FINISHED for run in store.runs())
     parts = {
         "TITLE": html.escape(f"DBench: {spec.name}"),
         "DESCRIPTION": html.escape(spec.description),
         "UNFINISHED": f"<p class='note'>{left} runs are not finished; this report shows the others.</p>" if left else "",
-        "TABLE": _table(runs, name, higher, _statistics(store, spec) + _which(every, runs)),
+        "TABLE": summarized(store, every).html() + _BYTES,
         "FINDINGS": "".join(f"<li>{html.escape(sentence)}</li>" for sentence in said),
         "BUDGETS": budgets.section(runs, name),
         "SEARCH": search.section(store),
@@ -78,6 +79,22 @@ def page(store: Store, runs: Sequence[RunData]) -> str:
     for key, value in parts.items():
         text = text.replace(f"@@{key}@@", value)
     return text
+
+
+def all_figures(store: Store, runs: Sequence[RunData]) -> list[Figure]:
+    """None if all runs have diverged: the axes would be empty."""
+    if all(r.value is None for r in failure_costs.reference(runs)):
+        return []
+    metric = store.meta("metric")
+    name, higher = metric["name"], metric["higher_is_better"]
+    through = [failure_costs.figure(runs, name, higher)] if failure_costs.scenarios(runs) else []
+    return [*through, *figures(failure_costs.reference(runs), name, higher, partition.kept(store))]
+
+
+def summarized(store: Store, runs: Sequence[RunData]) -> Summary:
+    metric, reference = store.meta("metric"), failure_costs.reference(runs)
+    more = _statistics(store, store.spec()) + _which(runs, reference)
+    return summary(reference, metric["name"], metric["higher_is_better"], more)
 
 
 def _spec(spec: Spec) -> str:
@@ -102,48 +119,6 @@ def _which(every: Sequence[RunData], runs: Sequence[RunData]) -> str:
     name = runs[0].run.failures
     which = "in which no worker fails" if name == NONE else f"with failures “{name}”"
     return f" This table, and all below that does not speak of failures, is of the runs {which}."
-
-
-def _table(runs: Sequence[RunData], metric: str, higher: bool, more: str) -> str:
-    sizes = analysis.scales(runs)
-    finals = {(f.method, f.replicas): f for f in analysis.finals(runs, higher)}
-    best = {n: _best([f for f in finals.values() if f.replicas == n], higher) for n in sizes}
-    head = "".join(f"<th>n={n}</th>" for n in sizes)
-    rows = []
-    for method in analysis.methods(runs):
-        cells = []
-        for n in sizes:
-            final = finals.get((method, n))
-            text = "–" if final is None else shown(final.value)
-            if final is not None and final.diverged:
-                text = f"{final.diverged} diverged" if math.isnan(final.value.mean) else f"{text} ({final.diverged} diverged)"
-            text = html.escape(text)
-            cells.append(f"<td>{f'<strong>{text}</strong>' if final is not None and final is best[n] else text}</td>")
-        last = finals.get((method, sizes[-1]))
-        worst = "–" if last is None else shown(last.worst_replica)
-        received = "–" if last is None or math.isnan(last.bytes) else f"{last.bytes / 1e6:.3g}"
-        rows.append(f"<tr><th>{html.escape(method)}</th>{''.join(cells)}<td>{worst}</td><td>{received}</td></tr>")
-    largest = f"n={sizes[-1]}"
-    return (
-        f"<p>Final {html.escape(metric)} of the averaged model on test data, mean ± 95 % interval over seeds; "
-        f"{'higher' if higher else 'lower'} is better.{html.escape(more)} Bold: ahead of all others by more than the intervals. MB: what "
-        f"a replica receives; no graph costs more than an all-reduce, so dense ones cost the same (docs/graphs.md).</p>"
-        f"<div class='scroll'><table><thead><tr><th>method</th>{head}"
-        f"<th>worst replica, {largest}</th><th>MB per replica, {largest}</th></tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
-    )
-
-
-def _best(finals: list[Final], higher: bool) -> Final | None:
-    """The one whose interval lies beyond those of all others. A method that diverged on some seed is not the best one, whatever the others
-    gave."""
-    whole = [f for f in finals if not f.diverged and not math.isnan(f.value.mean)]
-    best = (max if higher else min)(whole, key=lambda f: f.value.mean, default=None)
-    if best is None or best.value.seeds < FEW:
-        return None
-    others = [f.value for f in whole if f is not best]
-    ahead = all(best.value.low > o.high for o in others) if higher else all(best.value.high < o.low for o in others)
-    return best if ahead and others else None
 
 
 def _pictures(runs: Sequence[RunData]) -> str:

@@ -77,19 +77,24 @@ def _plain(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def as_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """The same, flat: ``dispersion`` becomes ``dispersion_at_10_percent_gini`` and so on."""
-    flat = []
+def flat(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without objects in objects: ``dispersion`` becomes ``dispersion_at_10_percent_gini`` and so on."""
+    made = []
     for row in rows:
         plain = {key: value for key, value in row.items() if key != "dispersion"}
         for when in ("at_10_percent", "at_100_percent"):
             for measure in MEASURES:
                 plain[f"dispersion_{when}_{measure}"] = (row["dispersion"] or {}).get(when, {}).get(measure)
-        flat.append(plain)
+        made.append(plain)
+    return made
+
+
+def as_csv(rows: Sequence[dict[str, Any]]) -> str:
+    lines = flat(rows)
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(flat[0]) if flat else ["method"], lineterminator="\n")
+    writer = csv.DictWriter(text, list(lines[0]) if lines else ["method"], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(flat)
+    writer.writerows(lines)
     return text.getvalue()
 
 

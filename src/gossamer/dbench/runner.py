@@ -27,7 +27,7 @@ from gossamer.data.locks import lock
 from gossamer.data.sampling import sampler
 from gossamer.data.sources import held_out, source
 from gossamer.data.tasks import Task
-from gossamer.dbench import clock, partition, search, signals
+from gossamer.dbench import clock, logs, partition, search, signals
 from gossamer.dbench.cell import Book, backend_key, book, run_cell, trainer_for
 from gossamer.dbench.display import Display
 from gossamer.dbench.failures import NONE
@@ -67,10 +67,12 @@ def bench(
     checkpoint_seconds: float = 10.0,
     quiet: bool = False,
     exchange: Exchange | None = None,
+    log: logs.Loggers | None = None,
 ) -> Outcome:
     """Run what is not finished yet. ``task`` replaces the spec's named task by your own (in this process, one job).
 
-    ``exchange``: the replicas of each cell are spread over its processes, all of which call this; the first one writes."""
+    ``exchange``: the replicas of each cell are spread over its processes, all of which call this; the first one writes. ``log``: makes
+    a logger of a run's name; with several jobs it must be picklable."""
     out = Path(out)
     declared, chosen = spec, None
     if spec.search is not None:
@@ -90,7 +92,7 @@ def bench(
         if exchange is not None:
             chosen = exchange.share(chosen)
         spec = search.tuned(spec, chosen)
-    context = _Context(spec, declared, chosen, out, task, device, checkpoint_seconds)
+    context = _Context(spec, declared, chosen, out, task, device, checkpoint_seconds, log)
     made = context.made_task()
     if exchange is not None:
         return _together(context, made, exchange, quiet)
@@ -178,7 +180,7 @@ def _page(context: _Context, store: Store | None, cell: Cell, task: Task, exchan
         backend = exchange.share(str(trainer.replicas.backend))
         if store is not None:
             store.set_meta(backend_key(n, p), backend)
-    return Book(store, run, Path(path), backend)
+    return Book(store, run, Path(path), backend, context.log)
 
 
 def _check(spec: Spec, task: Task, device: str, processes: int) -> nn.Module:
@@ -211,6 +213,7 @@ class _Context:
     task: Task | None
     device: str
     checkpoint_seconds: float
+    log: logs.Loggers | None = None
 
     def made_task(self) -> Task:
         named = self.spec.task
@@ -239,7 +242,8 @@ def _inline(
 ) -> None:
     for cell in pending:
         report = _throttled(lambda *message, cell=cell: display.step(cell, *message))
-        if run_cell(book(store, cell), context.spec, cell, task, context.device, context.checkpoint_seconds, report, stop):
+        page = book(store, cell, log=context.log)
+        if run_cell(page, context.spec, cell, task, context.device, context.checkpoint_seconds, report, stop):
             display.finished(cell, store.find(cell))
         if stop():
             return
@@ -299,9 +303,8 @@ def _worker(context: _Context, parent: int, todo: Any, messages: Any, stopping: 
         while (cell := todo.get()) is not None and not stopping.is_set():
             here = cell
             report = _throttled(lambda *message, here=here: messages.put(("step", here, message)))
-            if run_cell(
-                book(store, cell), context.spec, cell, task, context.device, context.checkpoint_seconds, report, stopping.is_set
-            ):
+            page = book(store, cell, log=context.log)
+            if run_cell(page, context.spec, cell, task, context.device, context.checkpoint_seconds, report, stopping.is_set):
                 messages.put(("finished", cell, None))
         store.close()
     except GossamerError as error:

@@ -20,11 +20,10 @@ from gossamer.methods import Method, Step
 from gossamer.optim import momentum
 from gossamer.parallel import closures, hooks
 from gossamer.parallel.gradients import OwnGradients
+from gossamer.parallel.journal import Journal
 from gossamer.parallel.uneven import Stretch
-from gossamer.rows import profile
 from gossamer.rows.finite import Fault
 from gossamer.rows.flat import Flat
-from gossamer.rows.profile import Profile
 from gossamer.rows.vector import Parameters
 from gossamer.schedules import Schedule
 from gossamer.transport.mixer import Mixer
@@ -56,8 +55,7 @@ class Driver:
         self.averaged = False  # inside consensus(): parameters show their mean
         self.sync = True  # whether the next backward averages gradients, if the method does
         self.signals: dict[str, float] = {}
-        self.profiles: list[Profile] = []
-        self.profile_every, self.on_profile = 0, None  # type: int, Callable[[Profile], object] | None
+        self.journal = Journal()
         self.grad = OwnGradients(flat)
         # Weakly: a driver that is in no cycle is gone with its model, and so are its hooks.
         look, share = hooks.weakly(self._look), hooks.weakly(self._share_momentum)
@@ -131,6 +129,7 @@ class Driver:
         graph = self.current_schedule.graph(now.t, min(self.epoch, self.epochs - 1), self.epochs, self.signals)
         now.graph, now.round = graph, graph.round(now.t, self.every)
         self._notice(graph)
+        self.journal.begin(self)
         try:
             self._moment("before_forward")
         finally:
@@ -228,6 +227,7 @@ class Driver:
         if self.mixer.probe is not None and (sight := self.mixer.probe.taken()):
             self.current_schedule.observe(sight)
             self.schedule.succeed(self.current_schedule)
+        self.journal.end(self)
         self.steps += 1
         self.reset()
         if self.method.shares_momentum:
@@ -360,15 +360,7 @@ class Driver:
         return True
 
     def _look(self) -> None:
-        if not self.profile_every or self.steps % self.profile_every:
-            return
-        received = self.mixer.exchange.traffic.received if self.mixer.exchange is not None else 0
-        seen = profile.take(self.flat, self.steps, self.epoch, received, self.mixer)
-        self.signals |= seen.signals()
-        if self.on_profile is not None:
-            self.on_profile(seen)
-        else:
-            self.profiles.append(seen)
+        self.journal.look(self)
 
     # --- Parameters that are not finite -----------------------------------------------------------------------------------
 

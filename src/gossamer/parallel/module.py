@@ -33,6 +33,7 @@ from gossamer.methods import ALL_REDUCE, Averaging, Method, Order
 from gossamer.parallel import averaged, checks, state, surroundings
 from gossamer.parallel.driver import Driver
 from gossamer.parallel.hooks import weakly
+from gossamer.parallel.journal import Log, traced
 from gossamer.parallel.surroundings import Watch
 from gossamer.parallel.uneven import stretch
 from gossamer.parallel.wrapper import Wrapper
@@ -159,7 +160,7 @@ class DecentralizedDataParallel(Wrapper):
     @property
     def profiles(self) -> list[Profile]:
         """What ``gossip(profile_every=…)`` has seen."""
-        return self._driver.profiles
+        return self._driver.journal.profiles
 
     @property
     def size(self) -> int:
@@ -208,6 +209,7 @@ class DecentralizedDataParallel(Wrapper):
         scaler: torch.amp.GradScaler | None = None,
         profile_every: int | None = None,
         on_profile: Callable[[Profile], object] | None = None,
+        log: Log | None = None,
         also: Mapping[str, Any] | None = None,
         on_change: Callable[[Change], object] | None = None,
     ) -> None:
@@ -215,7 +217,8 @@ class DecentralizedDataParallel(Wrapper):
 
         ``scaler``: the GradScaler that calls ``step()``, so that a step it skips is averaged all the same. ``profile_every``:
         every so many steps look at all workers (norms, dispersion, consensus distance) just before averaging; the result goes
-        to ``model.profiles``, or to ``on_profile``.
+        to ``model.profiles``, or to ``on_profile``. ``log``: after each step ``log(numbers, step)`` is called on the worker that leads,
+        with what the step has cost; distances come with it at the steps of the profile, every 100 unless told otherwise.
 
         Under ``gossamer launch``: ``also``, what else a worker that joins takes over (LR schedulers …; what has a state_dict, by
         name), and ``on_change``, called with each :class:`Change` of the members just before the step in which it takes effect.
@@ -223,15 +226,15 @@ class DecentralizedDataParallel(Wrapper):
         checks.refuse_moment(self, "gossip()", busy=True)
         optimizers = checks.own_optimizers(optimizers, self._bare(), self._flat.names)
         self.method.refuse(self.schedule.first(), optimizers, self.steps)
+        self._driver.journal.attend(profile_every, on_profile, log)
         self._agree(
             {
                 "gossip(): the optimizers": ", ".join(type(optimizer).__name__ for optimizer in optimizers),
-                "gossip(): profile_every": str(profile_every),
+                "gossip(): profile_every": str(self._driver.journal.every),
                 "gossip(): the scaler": "none" if scaler is None else "given",
             }
         )
         self._driver.attach(optimizers, scaler)
-        self._driver.profile_every, self._driver.on_profile = profile_every or 0, on_profile
         if self._seat is not None and self._exchange is not None:
             self._also = also or {}
             survival = self._driver.survival or state.survival(self, self._seat, self._exchange)
@@ -264,6 +267,11 @@ class DecentralizedDataParallel(Wrapper):
         checks.refuse_moment(self, "average_gradients()", uneven=False)
         if self.averages_gradients and self._driver.optimizers:
             self._driver.after_backward()
+
+    def trace(self, folder: Path | str) -> contextlib.AbstractContextManager[None]:
+        """In this block, transfers and what this worker waits for are written down, for ``gossamer trace FOLDER`` to show."""
+        checks.refuse_moment(self, "trace()", uneven=False)
+        return traced(self._exchange, self.rank, Path(folder))
 
     # --- Means over all workers ------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from gossamer.rows.movement import mean_of_codes
 from gossamer.rows.vector import Vector
 from gossamer.rows.wires import EXACT, Wire
 from gossamer.transport.operation import Operation
+from gossamer.transport.spans import span
 
 if TYPE_CHECKING:
     from gossamer.transport.exchange import Exchange
@@ -74,16 +75,17 @@ class AgreedMean:
     @torch.no_grad()
     def into(self, *targets: Vector) -> None:
         """Each target becomes the mean; it may be what was sent."""
-        for k, (target, vector) in enumerate(zip(targets, self._vectors, strict=True)):
-            for i, (out, x) in enumerate(zip(target.flagged, vector.flagged, strict=True)):
-                if self._parts is not None:
-                    out.copy_(self._parts[k][i].mean())
-                elif len(x) == 1 and out.data_ptr() == x.data_ptr():
-                    self._mixer.mean_in_place(out[0], "all-reduce")
-                else:
-                    row = x.mean(dim=0)
-                    self._mixer.mean_in_place(row, "all-reduce")
-                    out.copy_(row)
+        with span("gossamer::mean"):
+            for k, (target, vector) in enumerate(zip(targets, self._vectors, strict=True)):
+                for i, (out, x) in enumerate(zip(target.flagged, vector.flagged, strict=True)):
+                    if self._parts is not None:
+                        out.copy_(self._parts[k][i].mean())
+                    elif len(x) == 1 and out.data_ptr() == x.data_ptr():
+                        self._mixer.mean_in_place(out[0], "all-reduce")
+                    else:
+                        row = x.mean(dim=0)
+                        self._mixer.mean_in_place(row, "all-reduce")
+                        out.copy_(row)
 
 
 class _Part:

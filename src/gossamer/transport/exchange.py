@@ -26,6 +26,7 @@ from gossamer.transport import waiting
 from gossamer.transport.link import Link, Message, Tag, Works
 from gossamer.transport.operation import Guard, Operation, Stage, Traffic, Waiter, first_line
 from gossamer.transport.routes import columns
+from gossamer.transport.spans import Trace
 
 _KINDS = {"mean()": 1, "consensus()": 2, "average_()": 3, "save()": 4, "load()": 5, "profile": 6, "uneven()": 7}
 _LATER = 64  # collectives of a link before its epoch begins are counted from 0, those after from here: newcomers know nothing of the first
@@ -50,6 +51,7 @@ class Exchange:
         self.link, self.chunk = link, chunk
         self.living: tuple[int, ...] = tuple(range(link.size))  # those of the link's ranks that take part, in order
         self.traffic = Traffic()
+        self.trace: Trace | None = None
         self.collectives = 0
         self._early: dict[int, int] = {}  # the same, of epochs that have not begun
         self._calls = 0  # the same, but for those that were done again
@@ -278,6 +280,8 @@ class Exchange:
                         part += 1
                 numbers[peer, send] = part
             operation.kept += made
+        if self.trace is not None:
+            operation.load(sent, received)
         self.traffic.sent += sum(m.tensor.nbytes for m in sent)
         self.traffic.received += sum(m.tensor.nbytes for m in received)
         return sent, received

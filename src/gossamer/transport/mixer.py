@@ -25,6 +25,7 @@ from gossamer.transport.link import Tag
 from gossamer.transport.operation import Operation
 from gossamer.transport.probe import Probe
 from gossamer.transport.routes import plan, rows_of
+from gossamer.transport.spans import span
 from gossamer.transport.transfer import Part, Transfer
 
 
@@ -91,13 +92,14 @@ class Mixer:
         """Start to mix. What is sent may be read, not changed, until ``into`` (but see ``send_copy``). ``wire``: in which all rows travel,
         by edges; by default the mixer's own, where it saves bytes."""
         self.step = step
-        parts = [
-            [
-                self._start(Part(vector, k, round_, wire or self.wire, step), wire is not None)
-                for k in range(len(vector.tensors))
+        with span("gossamer::send"):
+            parts = [
+                [
+                    self._start(Part(vector, k, round_, wire or self.wire, step), wire is not None)
+                    for k in range(len(vector.tensors))
+                ]
+                for vector in vectors
             ]
-            for vector in vectors
-        ]
         return Transfer(self, parts)
 
     def _start(self, part: Part, always: bool) -> Part:

@@ -27,6 +27,7 @@ import torch
 from gossamer.errors import GossamerError
 from gossamer.transport import waiting
 from gossamer.transport.link import Link, Message, Tag, Works
+from gossamer.transport.spans import span
 from gossamer.transport.waiting import Losses
 
 if TYPE_CHECKING:
@@ -111,6 +112,14 @@ class Operation:
         self.kept: list[Message] = []  # tensors that must live until all is done
         self.submitted = False
         self.counted = False
+        self.loads: dict[str, dict[int, int]] = {}  # for a trace: bytes to and from each peer
+        self.blocked: list[tuple[int, float, float]] = []  # and when the thread waited for which peer
+
+    def load(self, sent: list[Message], received: list[Message]) -> None:
+        for way, messages in (("to", sent), ("from", received)):
+            sizes = self.loads.setdefault(way, {})
+            for message in messages:
+                sizes[message.peer] = sizes.get(message.peer, 0) + message.tensor.nbytes
 
     def run(self, lock: threading.Lock, mine: Callable[[], bool]) -> None:
         """In the communication thread, as long as it is the one: see :meth:`Waiter.replace`. It only waits without the lock, and does
@@ -138,7 +147,10 @@ class Operation:
                     with lock:
                         self.works.extend(posted)
                 else:
+                    since = time.perf_counter()
                     self.link.wait(work[1])
+                    if self.exchange.trace is not None:
+                        self.blocked.append((work[0], since, time.perf_counter()))
             except Exception as error:
                 with lock:
                     if not mine():
@@ -171,7 +183,8 @@ class Operation:
         if self.event is not None:
             torch.cuda.current_stream().wait_event(self.event)
         elif not self.done.is_set():
-            self._wait(began)
+            with span("gossamer::wait", f"{self.what} {self.tag.number}"):
+                self._wait(began)
         if self.error is not None:
             raise self.failure(first_line(self.error)) from None
         guard = self.exchange.guard
@@ -185,6 +198,8 @@ class Operation:
             traffic.exposed += time.perf_counter() - began
             traffic.transfer += self.ended - self.began if self.ended else 0.0
             traffic.flights += 1
+            if self.exchange.trace is not None:
+                self.exchange.trace.add(self, began)
 
     def _wait(self, began: float) -> None:
         link, guard, said, warned = self.link, self.exchange.guard, False, False

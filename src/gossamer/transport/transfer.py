@@ -20,6 +20,7 @@ from gossamer.rows.vector import Parameters, Vector
 from gossamer.rows.wires import Wire
 from gossamer.transport.operation import Operation
 from gossamer.transport.routes import Plan, columns
+from gossamer.transport.spans import span
 
 if TYPE_CHECKING:
     from gossamer.transport.mixer import Mixer
@@ -115,12 +116,13 @@ class Transfer:
     def into(self, *targets: Vector) -> None:
         """Each target becomes W v."""
         self.wait()
-        for target, parts in zip(targets, self._parts, strict=True):
-            for part in parts:
-                if target is part.vector and isinstance(target, Parameters) and not target.in_place:
-                    self._replace(target.blocks[part.k], part)
-                else:
-                    self._write(part, target.tensors[part.k])
+        with span("gossamer::mix"):
+            for target, parts in zip(targets, self._parts, strict=True):
+                for part in parts:
+                    if target is part.vector and isinstance(target, Parameters) and not target.in_place:
+                        self._replace(target.blocks[part.k], part)
+                    else:
+                        self._write(part, target.tensors[part.k])
         self._give_back()
 
     @property
@@ -132,10 +134,11 @@ class Transfer:
     def arrived(self) -> list[Vector]:
         """W Q(v)."""
         self.wait()
-        return [
-            Vector([self._mixed(part, torch.empty_like(part.x)) for part in parts], parts[0].vector.numels)
-            for parts in self._parts
-        ]
+        with span("gossamer::mix"):
+            return [
+                Vector([self._mixed(part, torch.empty_like(part.x)) for part in parts], parts[0].vector.numels)
+                for parts in self._parts
+            ]
 
     def end(self) -> None:
         """Nothing more is taken from it."""

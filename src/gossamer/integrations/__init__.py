@@ -1,0 +1,1 @@
+"""Gossamer in other people's tools: their loggers. Each tool is an optional package."""
