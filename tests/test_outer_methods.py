@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gossamer import GossamerError, Recipe, Settings, Trainer, graphs
+from gossamer.members.outages import Outage
 from gossamer.methods import Averaging, NoLoCo, method
 from gossamer.rows.vector import Vector
 from gossamer.rows.wires import WIRES
@@ -268,6 +269,20 @@ def test_a_resume_in_the_middle_of_a_period_or_an_exchange_is_exact(rule, at, tm
     second.run(until=15)
     for trainer in (first, second):
         assert torch.equal(trainer.replicas.blocks[0].x, straight.replicas.blocks[0].x)
+
+
+@pytest.mark.parametrize("rule", CROSSING)
+def test_replicas_that_fail_and_come_back_during_an_exchange_begin_at_the_same_point(rule):
+    away = (Outage(1, 5, 9), Outage(3, 8, 13))
+    trainer = Trainer(
+        task(mlp), Settings(4, 4, 8, algorithm=rule, optimizer=Recipe("adamw", 0.01), backend="loop", outages=away)
+    )
+    for step in range(1, 19):
+        trainer.run(until=step)
+        anchor = trainer.now.state["anchor"].tensors[0]
+        assert len(anchor) == len(trainer.members)
+        assert anchor.isfinite().all()
+        assert not trainer.method.alike or (anchor == anchor[0]).all(), step
 
 
 # --- What is refused ----------------------------------------------------------------------------------------------------------

@@ -139,9 +139,9 @@ class SearchPart(Part):
 
 
 class MethodPart(Part):
-    """``graph``: a graph's name or ada with its parameters (default: the method's own name). ``wire`` (float32 or bfloat16) and
-    ``local_steps`` (average every that many steps): as in the library. The others override what the spec says for all methods;
-    ``options`` are added to those of the optimizer."""
+    """``graph``: a graph's name or ada with its parameters (default: the method's own name). ``wire`` (float32, bfloat16; of all-reduce and
+    outer methods also 8bits and 4bits) and ``local_steps`` (average every that many steps): as in the library. The others override what
+    the spec says for all methods; ``options`` are added to those of the optimizer."""
 
     name: str = Field(min_length=1)
     graph: str | None = None

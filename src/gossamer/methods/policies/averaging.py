@@ -122,7 +122,7 @@ class Averaging:
         return cls.of(graph, rule, chosen_wire, every)
 
     def describe(self) -> str:
-        if self.averages_gradients and self.method is not None:
+        if self.method is not None and self.method.graphless:
             return self.method.describe()
         graph = (
             self.graph
