@@ -165,6 +165,6 @@ def _target(runs: Sequence[RunData], n: int, target: float, metric: str, higher:
     for t in analysis.to_target(runs, target, higher):
         if t.replicas == n:
             clock = "" if t.seconds is None else f", {t.seconds.mean:.3g} s predicted"
-            reached = f"{t.epochs.mean:.1f} epochs, {t.bytes.mean / 1e6:.1f} MB{clock}" if t.reached else "never"
+            reached = f"{t.epochs.mean:.1f} epochs, {t.bytes.mean / 1e6:.3g} MB{clock}" if t.reached else "never"
             parts.append(f"{t.method} {reached}" + (f" ({t.reached} of {t.seeds} seeds)" if 0 < t.reached < t.seeds else ""))
     return [f"To reach {metric} {target:g} at n={n}: {'; '.join(parts)}."] if parts else []
