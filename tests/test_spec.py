@@ -147,6 +147,8 @@ BAD = [
         changed('"centralized"', '{ name = "centralized", graph = "ring" }'),
         "method 'centralized': graph = 'ring' has no effect",
     ),
+    (changed('"centralized"', '{ name = "centralized", wire = "bfloat16" }'), "wire = 'bfloat16' has no effect"),
+    (changed('shape = "step-decay"', 'shape = "step-decay"\nstart = 0.5'), "learning_rate.start has no effect without warmup"),
     (changed("epochs = 3", 'epochs = 3\ndata = "/there"'), "task.data has no effect: digits/mlp comes with its data"),
     ("name = ", "is not valid TOML"),
     ("", "name is missing"),

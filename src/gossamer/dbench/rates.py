@@ -46,6 +46,8 @@ class LearningRatePart(Part):
             if key not in _SHAPES[self.shape]:
                 users = " or ".join(repr(shape) for shape, keys in _SHAPES.items() if key in keys)
                 raise GossamerError(f"learning_rate.{key} has no effect with shape = {self.shape!r}; it is for {users}")
+        if self.shape == "step-decay" and "start" in given and not self.warmup:
+            raise GossamerError("learning_rate.start has no effect without warmup")
 
     def made(self) -> Shape:
         if self.shape == "constant":

@@ -243,6 +243,11 @@ class Spec(Part):
                     f"method {method.name!r}: graph = {method.graph!r} has no effect, as the gradients of all are averaged; leave it out, "
                     "or give the method another name"
                 )
+            if method.centralized and method.wire != "float32":
+                raise GossamerError(
+                    f"method {method.name!r}: wire = {method.wire!r} has no effect, as gradients go in full precision; leave it out, or "
+                    "use algorithm = 'all-reduce:wire=8bits'"
+                )
         if self.learning_rate.reference != 1 and all((m.scaling or self.learning_rate.scaling) == "none" for m in self.methods):
             raise GossamerError("learning_rate.reference has no effect without scaling = 'linear' or 'sqrt'")
 
