@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gossamer.dbench import analysis as a
-from gossamer.dbench import report
+from gossamer.dbench import summary
 from gossamer.dbench.figures import colours, figures
 from gossamer.dbench.findings import findings, shown
 from gossamer.dbench.spec import load
@@ -117,7 +117,7 @@ def test_no_interval_is_shown_over_two_seeds():
 def test_the_best_is_told_apart_only_if_it_is():
     def best(*values, higher=True):
         finals = a.finals([run(m, 8, s, v + s / 1000) for m, v in zip("abc", values, strict=False) for s in range(3)], higher)
-        found = report._best(finals, higher)
+        found = summary._best(finals, higher)
         return found and found.method
 
     assert best(0.979, 0.976) is None
