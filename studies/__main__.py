@@ -47,7 +47,7 @@ def run(names: list[str], jobs: int | None, only: str | None = None) -> bool:
         if not specs:
             raise GossamerError(f"--only {only}: {name} has no such method")
         for stem, spec in specs.items():
-            out = f"study-{stem}" + (f"-{re.sub(r'[^a-z0-9]+', '-', only)}" if only else "")
+            out = re.sub("[^a-z0-9.]+", "-", f"study-{stem}-{only}".lower()) if only else f"study-{stem}"
             outcome = bench(spec, Path("runs") / out, jobs=jobs)
             if not outcome.complete:
                 print("Stopped. Give the same command again to go on.", file=sys.stderr)

@@ -59,7 +59,15 @@ def cases():
     plain = replace(base, optimizer=Recipe("sgd", 0.05))
     for name in sorted(METHODS.makers):
         rule = method(name)
-        graph = "directed-random:degree=2.5" if rule.sums == "columns" else "complete" if rule.graphless else "torus"
+        graph = (
+            "directed-random:degree=2.5"
+            if rule.sums == "columns"
+            else "complete"
+            if rule.graphless
+            else "ring"
+            if name == "gut"
+            else "torus"
+        )
         recipe = Recipe("adam", 0.01) if rule.optimizer == "Adam" else plain.optimizer
         yield f"double {name}, {graph}", exact, replace(plain, algorithm=name, optimizer=recipe), graph
         # What differs in the last digit may be rounded to another code, once in a while; so 8 bits are held to less.

@@ -133,6 +133,31 @@ def test_the_bias_of_gut_is_that_of_a_smaller_step():
         close(w @ (made.x - gossip), made.x, 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("rule", "graph"),
+    [
+        ("decentlam", "ring"),
+        ("decentlam", "exponential"),
+        ("decentlam:beta=0.5", "exponential"),
+        ("gut", "torus"),
+        ("gut:mu=0.3", "torus"),
+        ("gut:beta=0.9", "one-peer-exponential"),
+        ("gut:beta=0.9", "one-peer-ring"),
+        ("gut", "directed-ring"),
+    ],
+)
+def test_what_drives_replicas_apart_is_refused_and_nothing_else(rule, graph):
+    made = Run(rule, graph, lr=0.001, n=8)
+    for _ in made.steps(200):
+        pass
+    why = method(rule).check(made.graph)
+    assert (float((made.x - made.x.mean(0)).norm()) > 1e3) == (why is not None), why
+    if why:
+        assert (
+            f"method '{rule}' drives replicas apart on '{graph}', whatever the learning rate; use ring, a smaller beta" in why
+        )
+
+
 @pytest.mark.parametrize("graph", ["ring", "torus", "star"])
 def test_d_squared_is_its_equation(graph):
     for lazy in (True, False):

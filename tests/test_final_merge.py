@@ -130,4 +130,5 @@ def test_in_a_spec(tmp_path):
     assert merged["value"] == pytest.approx(free["value"])
     assert (merged["value_worst"], merged["value_mean"]) == pytest.approx((merged["value"],) * 2)
     assert merged["value_spread"] == auto["value_spread"] == 0 < free["value_spread"]
+    assert merged["fairness"] == 1 > free["fairness"] > 1 / 4  # Jain's index
     assert merged["bytes_per_replica"] > free["bytes_per_replica"]

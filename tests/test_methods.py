@@ -223,7 +223,7 @@ def test_choco_counts_the_bytes_of_its_wire():
         for _ in run.steps(3):
             pass
     assert made["float32"].now.bytes == 3 * graphs.ring(N).round(0).cost(COLUMNS * 8)
-    assert made["8bits"].now.bytes == 3 * 2 * 65  # two neighbours; a row of up to 64 numbers takes 65 bytes
+    assert made["8bits"].now.bytes == 3 * 2 * 129  # two neighbours; a row of up to 128 numbers takes 129 bytes
 
 
 # --- Push-sum -----------------------------------------------------------------------------------------------------------------
@@ -287,14 +287,14 @@ def graph_for(rule):
 
 
 @pytest.mark.parametrize("name", sorted(METHODS.makers))
-def test_replicas_that_are_equal_and_see_the_same_stay_equal(name):
+def test_replicas_that_are_equal_and_see_the_same_are_as_one_alone(name):
     compressed = name in ("choco", "cd-adam", "adagossip")  # 8 bits round at random, and on each replica in another way
     text = f"{name}:wire=float32" if compressed else name
     made = Run(text, "ring", h=H[:1].expand(N, -1), a=A[:1].expand(N, -1))
     with torch.no_grad():
         made.block.x.copy_(made.block.x[:1].expand(N, -1))
-    for now in made.steps(40):
-        close(now.x, now.x[:1].expand(N, -1))
+    for now, alone in zip(made.steps(40), Run(text, "ring", n=1).steps(40), strict=True):
+        close(now.x, alone.x.expand(N, -1))
 
 
 @pytest.mark.parametrize("name", sorted(METHODS.makers))

@@ -35,7 +35,7 @@ ROOMS = [
     ["__main__"],
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-LONGEST = 400  # lines
+LONGEST, SHORT = 400, 80  # lines of a module, and of a method
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -82,6 +82,13 @@ def test_the_top_level_is_small():
     packages = [path for path in SOURCE.iterdir() if (path / "__init__.py").exists()]
     assert len(modules) <= 8
     assert len(packages) <= 14
+
+
+def test_a_method_is_a_short_file():
+    """What methods are written with, how steps run them, and what outer methods share is not one."""
+    for path in (SOURCE / "methods").glob("*.py"):
+        if path.stem not in ("__init__", "base", "step", "outer"):
+            assert len(path.read_text(encoding="utf-8").splitlines()) < SHORT, path
 
 
 def test_no_module_is_too_long():

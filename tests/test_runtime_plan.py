@@ -275,6 +275,12 @@ def test_a_task_is_counted_without_its_data(tmp_path, monkeypatch):
         tasks.make("cifar10/resnet20")
 
 
+def test_plan_says_what_a_method_keeps_in_memory(tmp_path):
+    methods = ["--method", "ring, tracking", "--method", "ring, choco:wire=sign", "--method", "ring"]
+    run = CliRunner().invoke(app, ["plan", "office-1g", "--params", "1M", *methods, "--figure", str(tmp_path / "p.html")])
+    assert "as large as the parameters: ring, tracking 2; ring, choco:wire=sign, edges 2" in " ".join(run.output.split())
+
+
 def test_the_table_fits_80_columns(tmp_path):
     run = CliRunner().invoke(
         app, ["plan", "ethernet-25g", "--params", "124M", "--figure", str(tmp_path / "p.html")], env={"COLUMNS": "80"}

@@ -32,7 +32,8 @@ def test_the_library_and_the_trainer_give_the_same_parameters(world, name):
     rule = method(name)
     momentum = {"momentum": MOMENTUM} if rule.optimizer == "any" else {}
     graph = "ring" if rule.static else "directed-random" if rule.sums == "columns" else "one-peer-exponential"
-    graph = "hierarchical:per_node=2" if hosts else "complete" if rule.graphless else graph
+    graph = "one-peer-ring" if name == "decentlam" else "complete" if rule.graphless else graph
+    graph = "hierarchical:per_node=2" if hosts else graph
     # In 8 bits, 64 numbers that lie together share an exponent, and biases lie elsewhere in a Trainer's row.
     text, wire = f"{name}:wire=bfloat16" if getattr(rule, "wire", "") == "8bits" else name, wire or "float32"
     recipe = Recipe("adam", 0.01) if rule.optimizer == "Adam" else Recipe("sgd", LR, momentum)

@@ -9,7 +9,7 @@ from gossamer.errors import GossamerError
 from gossamer.methods.base import Method
 from gossamer.methods.step import Step
 from gossamer.rows.vector import Vector
-from gossamer.rows.wires import WIRES, WireName
+from gossamer.rows.wires import DIFFERENCES, WireName
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,7 @@ class Choco(Method):
     - ``order``: ``a`` as above (ICML 2019). ``b`` (ICLR 2020): x <- x + γ (W x̂ - x̂) first, and then q is sent, so x̂ is that of the
       step before; with ``wire=float32`` and 1 this is ``awc``.
     - ``p``: rows travel in every p-th step.
-    - ``cycle``: for graphs with so many W in turn, such as one-peer-exponential. A pair of copies for each of them is kept, because each W
-      has other neighbours.
+    - ``cycle``: for graphs with so many W in turn, such as one-peer-exponential: each W has other neighbours, and copies of its own.
     """
 
     name, sums, static, own_wire = "choco", "both", True, True
@@ -58,7 +57,7 @@ class Choco(Method):
         copy, mixed = s.state[f"copy{k}"], s.state[f"mixed{k}"]
         if self.order == "b":
             self.combine(s, mixed - copy)
-        sent = s.mix(s.x - copy, wire=WIRES[self.wire])
+        sent = s.mix(s.x - copy, wire=DIFFERENCES[self.wire])
         s.look()
         mixed.add_(sent.arrived[0])
         copy.add_(sent.own[0])
@@ -72,9 +71,8 @@ class Choco(Method):
 
     def members_changed(self, s: Step) -> None:
         """Newcomers were sent nothing, so all begin anew."""
-        for k in map(_nth, range(self.cycle)):
-            s.state[f"copy{k}"].zero_()
-            s.state[f"mixed{k}"].zero_()
+        for own in [own for name, own in s.state.items() if name.startswith(("copy", "mixed"))]:
+            own.zero_()
 
 
 def _nth(k: int) -> str:

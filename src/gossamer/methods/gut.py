@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from gossamer.graphs import Graph
 from gossamer.methods.base import Method
+from gossamer.methods.decentlam import apart
 from gossamer.methods.step import Step
 from gossamer.rows.vector import Vector
 
@@ -12,7 +17,6 @@ from gossamer.rows.vector import Vector
 @dataclass(frozen=True)
 class GlobalUpdateTracking(Method):
     """The model holds z = W x, and gradients are taken there: y = g(z) + μ ((z_before - z) / η - g_before); x = z - η y; z <- W x.
-
     (z_before - z) / η is what the neighbours' updates were on the average, so the mean of y is that of g.
 
     - ``mu``: 0 is plain averaging. Of its bias, 1 - μ remains. By default 0.9, with momentum 0.01.
@@ -33,6 +37,9 @@ class GlobalUpdateTracking(Method):
     @property
     def share(self) -> float:
         return self.mu if self.mu is not None else 0.01 if self.beta else 0.9
+
+    def check(self, graph: Graph, optimizers: Sequence[torch.optim.Optimizer] = ()) -> str | None:
+        return super().check(graph, optimizers) or apart(self.describe(), graph, self.beta, self.share)
 
     def state(self, like: Vector) -> dict[str, Vector]:
         own = {"bias": like.zeros(), "before": like.zeros()}

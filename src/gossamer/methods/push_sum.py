@@ -11,7 +11,7 @@ from gossamer.graphs import Graph
 from gossamer.methods.base import Method
 from gossamer.methods.step import Step
 from gossamer.rows.vector import Vector
-from gossamer.rows.wires import WIRES, WireName
+from gossamer.rows.wires import DIFFERENCES, WireName
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class PushSum(Method):
             transfer.into(s.x, w)
         else:
             copy, mixed = s.state["copy"], s.state["mixed"]
-            rows, weights = s.mix(s.x - copy, wire=WIRES[self.wire]), s.mix(w)
+            rows, weights = s.mix(s.x - copy, wire=DIFFERENCES[self.wire]), s.mix(w)
             s.look()
             mixed.add_(rows.arrived[0])
             copy.add_(rows.own[0])

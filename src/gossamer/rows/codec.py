@@ -29,9 +29,9 @@ _CIRCLE = 1 << 32
 _FINE = 1 << 16  # places on it; no more, so that a whole number and a place add up exactly: whole numbers are not rounded
 
 
-def width(columns: int) -> int:
-    """Bytes of a row of so many numbers."""
-    return -(-columns // SPAN) * UNIT
+def width(columns: int, span: int = SPAN) -> int:
+    """Bytes of a row of so many numbers. ``span``: so many share a power of two, here and below."""
+    return -(-columns // span) * (span + 1)
 
 
 def turn(step: int, row: int) -> int:
@@ -39,30 +39,30 @@ def turn(step: int, row: int) -> int:
     return (step * _BY_STEP + row * _BY_ROW) % _CIRCLE
 
 
-def encode(row: Tensor, out: Tensor, turn: int = 0, first: int = 0) -> None:
+def encode(row: Tensor, out: Tensor, turn: int = 0, first: int = 0, span: int = SPAN) -> None:
     """``out``: uint8, as many as :func:`width` says. ``first``: where the row begins, if it is cut off a longer one: which span."""
-    for piece, coded in _pieces(row, out):
-        integers, exponents = quotients(piece, turn, first)
-        coded[:, :SPAN].view(torch.int8).copy_(integers)
-        coded[:, SPAN].copy_(exponents)
+    for piece, coded in _pieces(row, out, span):
+        integers, exponents = quotients(piece, turn, first, span=span)
+        coded[:, :span].view(torch.int8).copy_(integers)
+        coded[:, span].copy_(exponents)
         first += len(coded)
 
 
-def decode(coded: Tensor, out: Tensor) -> None:
+def decode(coded: Tensor, out: Tensor, span: int = SPAN) -> None:
     """The row that was encoded, up to the rounding."""
-    for piece, part in _pieces(out, coded):
-        numbers = part[:, :SPAN].view(torch.int8).to(torch.float32).mul_(power(part[:, SPAN].int()).unsqueeze(1))
+    for piece, part in _pieces(out, coded, span):
+        numbers = part[:, :span].view(torch.int8).to(torch.float32).mul_(power(part[:, span].int()).unsqueeze(1))
         piece.copy_(numbers.flatten()[: len(piece)])
 
 
-def finite(coded: Tensor) -> bool:
+def finite(coded: Tensor, span: int = SPAN) -> bool:
     """Whether all numbers of an encoded row are."""
-    return not bool((coded.view(-1, UNIT)[:, SPAN] == NOT_FINITE).any())
+    return not bool((coded.view(-1, span + 1)[:, span] == NOT_FINITE).any())
 
 
 def rounded(row: Tensor, out: Tensor, turn: int = 0) -> None:
     """What :func:`decode` makes of what :func:`encode` makes of it, without the bytes between."""
-    size = _piece(row)
+    size = _piece(row, SPAN)
     for k, (piece, part) in enumerate(zip(row.split(size), out.split(size), strict=True)):
         integers, exponents = quotients(piece, turn, k * size // SPAN)
         part.copy_(integers.mul_(power(exponents).unsqueeze(1)).flatten()[: len(piece)])
@@ -83,15 +83,15 @@ def reference(row: Tensor, turn: int = 0, first: int = 0) -> Tensor:
     return torch.tensor(made, dtype=row.dtype)
 
 
-def _ups(spans: int, turn: int, first: int, device: torch.device) -> Tensor:
-    """``[spans, 64]``, from 0 to 1: a number is rounded up if what it has beyond a whole one, and this, are 1 or more."""
+def _ups(spans: int, span: int, turn: int, first: int, device: torch.device) -> Tensor:
+    """``[spans, span]``, from 0 to 1: a number is rounded up if what it has beyond a whole one, and this, are 1 or more."""
     a = _places(torch.arange(first, first + spans, device=device).mul_(_BY_SPAN).add_(turn))
-    return torch.add(a.unsqueeze(1), _columns(device)).frac_()
+    return torch.add(a.unsqueeze(1), _columns(span, device)).frac_()
 
 
 @functools.cache
-def _columns(device: torch.device) -> Tensor:
-    return _places(torch.arange(SPAN, device=device).mul_(_BY_COLUMN))
+def _columns(span: int, device: torch.device) -> Tensor:
+    return _places(torch.arange(span, device=device).mul_(_BY_COLUMN))
 
 
 def _places(on_circle: Tensor) -> Tensor:
@@ -99,10 +99,10 @@ def _places(on_circle: Tensor) -> Tensor:
     return on_circle.bitwise_and_(_CIRCLE - 1).bitwise_right_shift_((_CIRCLE // _FINE).bit_length() - 1).float().div_(_FINE)
 
 
-def quotients(row: Tensor, turn: int, first: int = 0, bits: int = 8) -> tuple[Tensor, Tensor]:
-    """``[m, 64]`` as integers of so many bits, still as floats, and the biased exponents of the powers of two that they are
+def quotients(row: Tensor, turn: int, first: int = 0, bits: int = 8, span: int = SPAN) -> tuple[Tensor, Tensor]:
+    """``[m, span]`` as integers of so many bits, still as floats, and the biased exponents of the powers of two that they are
     multiples of."""
-    numbers, most = padded(row), (1 << bits - 1) - 1
+    numbers, most = padded(row, span), (1 << bits - 1) - 1
     largest = numbers.abs().amax(dim=1)
     if (
         bits < 8
@@ -113,7 +113,7 @@ def quotients(row: Tensor, turn: int, first: int = 0, bits: int = 8) -> tuple[Te
     exponents = (exponents - (bits - 2)).clamp_(min=0)
     inverse = power(254 - exponents).masked_fill_(exponents == 0, 0)
     exponents.masked_fill_(lost, NOT_FINITE)
-    ups = _ups(len(numbers), turn, first, numbers.device)
+    ups = _ups(len(numbers), span, turn, first, numbers.device)
     return torch.addcmul(ups, numbers, inverse.unsqueeze(1), out=ups).floor_().clamp_(-most, most), exponents
 
 
@@ -122,21 +122,21 @@ def power(exponents: Tensor) -> Tensor:
     return (exponents << _MANTISSA).view(torch.float32)
 
 
-def padded(piece: Tensor) -> Tensor:
-    """A copy as ``[m, 64]``, with zeros at the end."""
-    numbers = torch.empty(-(-len(piece) // SPAN), SPAN, dtype=torch.float32, device=piece.device)
+def padded(piece: Tensor, span: int = SPAN) -> Tensor:
+    """A copy as ``[m, span]``, with zeros at the end."""
+    numbers = torch.empty(-(-len(piece) // span), span, dtype=torch.float32, device=piece.device)
     flat = numbers.view(-1)
     flat[: len(piece)] = piece
     flat[len(piece) :] = 0
     return numbers
 
 
-def _pieces(row: Tensor, coded: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Pieces of the row, and of its code as ``[m, 65]``."""
-    size = _piece(row)
-    return list(zip(row.split(size), coded.view(-1, UNIT).split(size // SPAN), strict=True))
+def _pieces(row: Tensor, coded: Tensor, span: int) -> list[tuple[Tensor, Tensor]]:
+    """Pieces of the row, and of its code as ``[m, span + 1]``."""
+    size = _piece(row, span)
+    return list(zip(row.split(size), coded.view(-1, span + 1).split(size // span), strict=True))
 
 
-def _piece(row: Tensor) -> int:
+def _piece(row: Tensor, span: int) -> int:
     """A GPU takes all of it at once: there each pass costs a launch."""
-    return _PIECE if row.device.type == "cpu" else -(-max(1, len(row)) // SPAN) * SPAN
+    return _PIECE if row.device.type == "cpu" else -(-max(1, len(row)) // span) * span

@@ -93,6 +93,9 @@ def plan_command(
             plans.append(made)
     for made in plans:
         figure.show(plan_table(made))
+        owning = [f"{row.label} {row.method.vectors}" for row in made.rows if row.method.vectors]
+        if owning:
+            console.print(Text(f"Vectors that a method keeps, each as large as the parameters: {'; '.join(owning)}"))
         for reason in made.left_out:
             console.print(Text(f"Left out: {reason}", style="dim"))
         console.print(Text(made.advice, style="bold"))

@@ -19,7 +19,8 @@ from gossamer.errors import GossamerError
 from gossamer.graphs import Graph, plain_name, told_hosts
 from gossamer.methods import ALL_REDUCE, Around, Averaging, Order, Outer
 from gossamer.methods import Method as Rule
-from gossamer.rows.wires import EXACT, WIRES
+from gossamer.rows.vector import Vector
+from gossamer.rows.wires import DIFFERENCES, EXACT, WIRES
 from gossamer.schedules import Fixed, Schedule, schedule
 
 
@@ -28,6 +29,11 @@ class Method(ABC):
     @property
     @abstractmethod
     def label(self) -> str: ...
+
+    @property
+    def vectors(self) -> int:
+        """What a worker keeps beside the optimizer's state: so many vectors as large as the parameters."""
+        return 0
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,8 @@ class Gossip(Method):
 
     @property
     def _own_share(self) -> float:
-        return WIRES[getattr(self.rule, "wire", "float32")].share(torch.float32)
+        wires = WIRES if self.rule is None or self.rule.graphless else DIFFERENCES
+        return wires[getattr(self.rule, "wire", "float32")].share(torch.float32)
 
     @property
     def coded(self) -> bool:
@@ -95,6 +102,11 @@ class Gossip(Method):
     def rows(self) -> int:
         """Vectors that travel in a step."""
         return 1 if self.rule is None else self.rule.rows
+
+    @property
+    def vectors(self) -> int:
+        like = Vector([torch.zeros(1, 64)])
+        return 0 if self.rule is None else sum(sum(own.numels) for own in self.rule.state(like).values()) // 64
 
     @property
     def volume(self) -> float:
