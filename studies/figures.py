@@ -303,8 +303,8 @@ def order_table(awc: Experiment, atc: Experiment) -> Iterator[str]:
 
 
 def hetero_table(x: Experiment) -> Iterator[str]:
-    """Each against D-SGD with momentum, and its bytes against those of a ring in float32."""
-    base, n = "D-SGD, momentum", x.scales[-1]
+    """Each against D-SGD with momentum, and its bytes against those of D-SGD on the same graph in float32."""
+    base, n = next(m for m in x.methods if m.startswith("D-SGD, momentum")), x.scales[-1]
     yield f"| method | learning rate | {x.unit} | against {base}, points | bytes of D-SGD |"
     yield "| --- | --- | --- | --- | --- |"
     for m in x.methods:
@@ -314,16 +314,18 @@ def hetero_table(x: Experiment) -> Iterator[str]:
 
 
 def alpha_table(*by_alpha: Experiment) -> Iterator[str]:
-    """All methods; the smaller alpha, the more the data differ."""
+    """All methods, on the seeds that the last experiment has; the smaller alpha, the more the data differ."""
     base, last = "D-SGD, momentum", by_alpha[-1]
-    yield f"| method | learning rate | alpha 1 | 0.1 | 0.01 | against {base} at 0.01, points | the worse of two replicas at 0.01 |"
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    (n,) = last.scales
+    seeds = last.seeds(n)
+    shown = f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, sorted(seeds)))}"
+    yield f"| method | learning rate | alpha 0.1, {shown} | 0.01 | against {base} at 0.01, points | the worse of two replicas at 0.01 |"
+    yield "| --- | --- | --- | --- | --- | --- |"
     for m in last.methods:
-        (n,) = last.scales
         versus = say(last.against(m, base, n), sign=True) if m != base else ""
-        worst = say(last.values(m, n, "worst"), digits=1)
-        columns = [last.select(m, n)[0]["lr"], *(x.said(m, n) for x in by_alpha), versus, worst]
-        yield f"| {m} | {' | '.join(f'{c:g}' if isinstance(c, float) else c for c in columns)} |"
+        values = [say(estimate(x.value(run) for run in x.select(m, n) if run["seed"] in seeds)) for x in by_alpha]
+        rate, worst = last.select(m, n)[0]["lr"], say(last.values(m, n, "worst"), digits=1)
+        yield f"| {m} | {rate:g} | {' | '.join(values)} | {versus} | {worst} |"
 
 
 # The table, the experiments that it is made from, and how.
@@ -341,6 +343,8 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., Iterator[str]]]] = {
     "order": (("awc", "fashion"), order_table),
     "adam": (("adam",), adam_table),
     "hetero": (("hetero",), hetero_table),
+    "alphas": (("hetero", "hetero-alpha001"), alpha_table),
+    "exponential": (("hetero-exponential",), hetero_table),
 }
 
 # --- All of it -------------------------------------------------------------------------------------------------------------------
