@@ -9,7 +9,7 @@ from gossamer.rows import codec
 from gossamer.rows.wires import DIFFERENCES
 
 COARSE = ["8bits", "4bits", "sign", "top-1%", "top-10%"]
-SIZES = [1, 63, 64, 65, 129, 1000]
+SIZES = [1, 64, 65, 129, 1000]
 
 
 def travelled(name, row, turn=0):
