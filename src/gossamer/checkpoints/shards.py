@@ -3,9 +3,10 @@ that all of them have on disk, readable and right."""
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,122 +96,104 @@ def prune(folder: Path, step: int, size: int) -> None:
             file.path.unlink(missing_ok=True)
 
 
+@dataclass(frozen=True)
+class Regroup:
+    """How to go on from another number of workers: which of their files this one reads, and what it makes of them."""
+
+    ranks: Callable[[int], Sequence[int]]
+    merge: Callable[[Iterable[Snapshot], Sequence[Path]], Snapshot]
+
+
 def load(
     folder: Path,
-    setup: Mapping[str, Any],
     exchange: Exchange | None,
     layout: Layout,
+    check: Callable[[Snapshot, str], object],
     device: torch.device | str = "cpu",
-    check: Callable[[Snapshot, str], object] = lambda snapshot, where: None,
-) -> Snapshot | None:
-    """The last step that all workers can read, and my state at it; None if there is none. What is newer is removed.
+    regroup: Regroup | None = None,
+) -> tuple[Snapshot, int] | None:
+    """The last step that all workers can read: my state at it, and of how many workers it is. None: there is none. What is newer goes.
 
-    ``check`` refuses what does not fit, before anything is changed. If it does so on one worker, all refuse.
+    A damaged step is left for the one before it. ``check`` refuses what does not fit, before anything is changed. If it does so on one
+    worker, all refuse. ``regroup``: steps of other numbers of workers count too, if all workers see all of their files.
     """
     place, size = (exchange.rank, exchange.size) if exchange else (0, 1)
     files = _files(folder)
-    mine = _Mine(folder, place, size, layout, device)
-    rows = _everyone(sorted(mine.right), sorted(mine.damaged), _newest_other(files, size), exchange)
-    common = set(rows[0].right).intersection(*(row.right for row in rows[1:]))
-    other = max((row.other for row in rows), default=(-1, 0))
-    if not common:
-        _refuse_incomplete(folder, size, rows, other)
-        for useless in mine.right:  # the first save of all was cut short
-            path_of(folder, useless, place, size).unlink(missing_ok=True)
-        return None
-    step = max(common)
-    if other[0] > step:
-        raise GossamerError(
-            f"{folder} holds step {other[0]} of {other[1]} workers, and {step} is the last step of {size} workers; start with "
-            f"-n {other[1]} to go on from {other[0]}, or {_RESIZE}, or remove the files *-of-{other[1]}.ckpt to go on from {step}; "
-            f"{INSTEAD}"
-        )
-    found = mine.take(step)
-    problem = _problem(found, setup, layout, check, path_of(folder, step, place, size))
-    refuse_together(problem, kinds_of_all(problem, exchange))
-    assert isinstance(found, Snapshot)
-    for newer in (s for s in mine.right if s > step):
-        path_of(folder, newer, place, size).unlink(missing_ok=True)
-    for damaged, error in mine.damaged.items():
-        kept = checkpoint.set_aside(path_of(folder, damaged, place, size))
-        warnings.warn(f"{error}; it is kept as {kept.name}, and training goes on from step {step}", stacklevel=3)
-    return found
+    own = sorted(file.step for file in files if (file.rank, file.size) == (place, size))[-_LISTED:]
+    others = [some for some in whole_steps(folder) if some[1] != size][:_LISTED] if regroup else []
+    rows = _everyone(own, others, _newest_other(files, size), size, exchange)
+    spoilt: dict[tuple[int, int], list[int]] = {}
+    damaged: dict[Path, Unreadable] = {}
+    common = set.intersection(*(row.steps for row in rows))
+    for step, there in sorted(common, key=lambda some: (some[0], some[1] == size), reverse=True):
+        _refuse_older(folder, step, size, rows, spoilt)
+        ranks = [place] if there == size or regroup is None else regroup.ranks(there)
+        paths = [path_of(folder, step, rank, there) for rank in ranks]
+        read = functools.partial(_read, step=step, layout=layout, device=device, damaged=damaged)
+        problem: GossamerError | None = None
+        try:
+            found = read(paths[0]) if there == size or regroup is None else regroup.merge(map(read, paths), paths)
+            check(found, str(paths[0]))
+        except GossamerError as error:
+            problem = error
+        kinds = _kinds(problem, bool(damaged.keys() & {*paths}), exchange)
+        if _DAMAGED in kinds:
+            spoilt[step, there] = [rank for rank, kind in enumerate(kinds) if kind == _DAMAGED]
+            continue
+        _refuse_together(problem, kinds)
+        for newer in own:
+            if newer > step and (path := path_of(folder, newer, place, size)) not in damaged:
+                path.unlink(missing_ok=True)
+        for path, damage in damaged.items():
+            kept = checkpoint.set_aside(path)
+            warnings.warn(f"{damage}; it is kept as {kept.name}, and training goes on from step {step}", stacklevel=4)
+        return found, there
+    _refuse_incomplete(folder, size, rows, spoilt, damaged)
+    for useless in own:  # the first save of all was cut short
+        path_of(folder, useless, place, size).unlink(missing_ok=True)
+    return None
 
 
-class _Mine:
-    """The files of this worker, each read in full. ``right``: those that are not damaged; the newest one's content is kept."""
-
-    def __init__(self, folder: Path, place: int, size: int, layout: Layout, device: torch.device | str) -> None:
-        self.read = lambda step: read(path_of(folder, step, place, size), step, layout, device)
-        self.right: dict[int, Snapshot | GossamerError | None] = {}
-        self.damaged: dict[int, Unreadable] = {}
-        steps = {file.step for file in _files(folder) if (file.rank, file.size) == (place, size)}
-        for step in sorted(steps)[: -_LISTED - 1 : -1]:
-            try:
-                found = self.read(step)
-                self.right[step] = None if self.right else found
-            except Unreadable as error:
-                self.damaged[step] = error
-
-    def take(self, step: int) -> Snapshot | GossamerError:
-        return self.right[step] or self.read(step)
-
-
-def read(path: Path, step: int, layout: Layout, device: torch.device | str) -> Snapshot | GossamerError:
-    """A state, or why this Gossamer can't take it though it is not damaged."""
+def _read(path: Path, step: int, layout: Layout, device: torch.device | str, damaged: dict[Path, Unreadable]) -> Snapshot:
     try:
         found = snapshot.load(path, layout, device)
-    except Unreadable:
+        if found.step != step:
+            raise Unreadable(f"{path} is damaged: it is of step {found.step}, and its name is not")
+    except Unreadable as error:
+        damaged[path] = error
         raise
-    except GossamerError as error:
-        return error
-    if found.step != step:
-        raise Unreadable(f"{path} is damaged: it is of step {found.step}, and its name is not")
     return found
 
 
 @dataclass(frozen=True)
 class _Row:
-    """What one worker has on disk. ``other``: the newest step of another number of workers, and that number."""
+    """What one worker has on disk. ``steps``: those that it can go on from, each with a number of workers. ``other``: the newest step of
+    another number of workers, and that number."""
 
-    right: list[int]
-    damaged: list[int]
+    steps: set[tuple[int, int]]
     other: tuple[int, int]
 
 
-def _everyone(right: list[int], damaged: list[int], other: tuple[int, int], exchange: Exchange | None) -> list[_Row]:
-    padded = [steps + [-1] * (_LISTED - len(steps)) for steps in (right, damaged)]
-    listed = torch.tensor([*padded[0], *padded[1], *other])
+def _everyone(
+    own: list[int], others: list[tuple[int, int]], other: tuple[int, int], size: int, exchange: Exchange | None
+) -> list[_Row]:
+    steps = [*((step, size) for step in own), *others]
+    listed = torch.tensor([other, *steps, *[(-1, -1)] * (2 * _LISTED - len(steps))]).flatten()
     rows = exchange.gather(listed, "load()") if exchange else listed.unsqueeze(0)
-    parts = [(row[:_LISTED], row[_LISTED:-2], row[-2:]) for row in rows.tolist()]
-    return [_Row([s for s in a if s >= 0], [s for s in b if s >= 0], (c[0], c[1])) for a, b, c in parts]
+    pairs = [[(step, number) for step, number in row] for row in rows.reshape(len(rows), -1, 2).tolist()]
+    return [_Row({pair for pair in row if pair[0] >= 0}, first) for first, *row in pairs]
 
 
-def _problem(
-    found: Snapshot | GossamerError,
-    setup: Mapping[str, Any],
-    layout: Layout,
-    check: Callable[[Snapshot, str], object],
-    path: Path,
-) -> GossamerError | None:
-    """Why this state can't be taken."""
-    if isinstance(found, GossamerError):
-        return found
-    try:
-        snapshot.refuse_other(found, setup, layout, str(path))
-        check(found, str(path))
-    except GossamerError as error:
-        return error
-    return None
+_DAMAGED = 3
 
 
-def kinds_of_all(problem: GossamerError | None, exchange: Exchange | None) -> list[int]:
-    """What each worker has: 0, no problem; 1, a file that does not fit; 2, a damaged one."""
-    kind = 0 if problem is None else 2 if isinstance(problem, Unreadable) else 1
+def _kinds(problem: GossamerError | None, damaged: bool, exchange: Exchange | None) -> list[int]:
+    """What each worker has: 0, no problem; 1, a file that does not fit; 2, one that makes no sense; 3, a damaged one."""
+    kind = _DAMAGED if damaged else 0 if problem is None else 2 if isinstance(problem, Unreadable) else 1
     return exchange.gather(torch.tensor([kind]), "load()").flatten().tolist() if exchange else [kind]
 
 
-def refuse_together(problem: GossamerError | None, kinds: list[int]) -> None:
+def _refuse_together(problem: GossamerError | None, kinds: list[int]) -> None:
     """If one worker can't load its checkpoint, none does: the others would wait for it."""
     if problem is not None:
         raise problem
@@ -220,17 +203,35 @@ def refuse_together(problem: GossamerError | None, kinds: list[int]) -> None:
         raise refusal(f"the checkpoint of worker {ranks} can't be loaded (that worker says why), so no worker loads its own")
 
 
-def _refuse_incomplete(folder: Path, size: int, rows: list[_Row], other: tuple[int, int]) -> None:
-    """No step is there for all. That is a first run, or one that was cut short in its first save; anything else is an error."""
-    damaged = [f"step {step} of worker {place}" for place, row in enumerate(rows) for step in row.damaged]
-    if damaged:
-        raise Unreadable(
-            f"{folder}: {', '.join(damaged)} can't be read, and no other step is there for all {size}; bring back a copy, or remove "
-            f"the files to start anew; {INSTEAD}"
+def _refuse_older(folder: Path, step: int, size: int, rows: list[_Row], spoilt: Collection[tuple[int, int]]) -> None:
+    other = max(row.other for row in rows)
+    if other[0] > step and other not in spoilt:
+        raise GossamerError(
+            f"{folder} holds step {other[0]} of {other[1]} workers, and {step} is the last step of {size} workers; start with "
+            f"-n {other[1]} to go on from {other[0]}, or {_RESIZE}, or remove the files *-of-{other[1]}.ckpt to go on from {step}; "
+            f"{INSTEAD}"
         )
-    if max(len(row.right) for row in rows) >= _KEPT:  # a second save begins when all have done the first
-        shown = "; ".join(f"rank {k} has {', '.join(map(str, row.right)) or 'none'}" for k, row in enumerate(rows))
-        raise GossamerError(f"{folder}: the workers have no step in common ({shown}); are some files lost, or on another disk?")
+
+
+def _refuse_incomplete(
+    folder: Path, size: int, rows: list[_Row], spoilt: Mapping[tuple[int, int], list[int]], damaged: Collection[Path]
+) -> None:
+    """No step is there for all. That is a first run, or one that was cut short in its first save; anything else is an error."""
+    if spoilt:
+        places = sorted((place, step) for (step, there), places in spoilt.items() if there == size for place in places)
+        shown = [f"step {step} of worker {place}" for place, step in places]
+        shown += [path.name for path in damaged if not path.name.endswith(f"-of-{size}.ckpt")]
+        raise Unreadable(
+            f"{folder}: {', '.join(shown) or 'what others read'} can't be read, and no other step is there for all {size}; bring back a "
+            f"copy, or remove the files to start anew; {INSTEAD}"
+        )
+    steps = [sorted(step for step, there in row.steps if there == size) for row in rows]
+    if max(map(len, steps)) >= _KEPT:  # a second save begins when all have done the first
+        listed = "; ".join(f"rank {k} has {', '.join(map(str, some)) or 'none'}" for k, some in enumerate(steps))
+        raise GossamerError(
+            f"{folder}: the workers have no step in common ({listed}); are some files lost, or on another disk?"
+        )
+    other = max(row.other for row in rows)
     if other[0] >= 0:
         raise GossamerError(
             f"the checkpoints in {folder} are of {other[1]} workers (step {other[0]}), and there are {size}; start with "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.checkpoints import resized, shards, snapshot, worker
+from gossamer.checkpoints import shards, snapshot, worker
 from gossamer.checkpoints.checkpoint import Unreadable
 from gossamer.checkpoints.snapshot import Layout, Snapshot, unflatten
 from gossamer.checkpoints.worker import check_means, check_optimizer, check_vectors
@@ -173,10 +173,8 @@ def load(trainer: Any, path: Path) -> Snapshot | None:
         check(trainer, found, where)
 
     if path.is_dir() or (exchange is not None and not path.exists()):
-        several = resized.load(path, exchange, layout, range, partial(regrouped, trainer), fits, device)
-        if several is not None:
-            return several[0]
-        return shards.load(path, setup, exchange, layout, device, partial(check, trainer))
+        last = shards.load(path, exchange, layout, fits, device, shards.Regroup(range, partial(regrouped, trainer)))
+        return last[0] if last else None
     found = snapshot.load(path, layout, device)
     if exchange is not None:
         found = regrouped(trainer, [found], [path])

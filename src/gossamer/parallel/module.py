@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.checkpoints.background import Writer
-from gossamer.checkpoints.resized import Resize
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph
 from gossamer.members.roster import Change
@@ -359,7 +358,7 @@ class DecentralizedDataParallel(Wrapper):
         (state.save_in_background if background else state.save)(self, Path(folder), also or {})
 
     @torch.inference_mode(False)
-    def load(self, folder: Path | str, also: Mapping[str, Any] | None = None, *, resize: Resize = "refuse") -> bool:
+    def load(self, folder: Path | str, also: Mapping[str, Any] | None = None, *, resize: state.Resize = "refuse") -> bool:
         """Go on from the last step that all workers have on disk. Returns whether there was one. Call it after ``gossip()``.
 
         ``resize``: of another number of workers, ``"average"`` gives each the mean of all rows (parameters, buffers, momentum and

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from gossamer.checkpoints import checkpoint, resized, shards, snapshot, worker
+from gossamer.checkpoints import checkpoint, shards, snapshot, worker
 from gossamer.checkpoints.checkpoint import Unreadable
-from gossamer.checkpoints.resized import Resize
+from gossamer.checkpoints.mean import mean
 from gossamer.checkpoints.snapshot import Layout, Snapshot
 from gossamer.errors import GossamerError
 from gossamer.members.changes import Survival
@@ -23,6 +23,8 @@ from gossamer.methods import ALL_REDUCE
 from gossamer.rows.block import Block, local_buffers
 from gossamer.schedules import rebuilt, schedule
 from gossamer.transport.exchange import Exchange
+
+Resize = Literal["refuse", "average", "copy"]
 
 if TYPE_CHECKING:
     from gossamer.parallel.module import DecentralizedDataParallel
@@ -107,32 +109,22 @@ def load(model: DecentralizedDataParallel, folder: Path, also: Mapping[str, Any]
     driver = model._driver
     driver.adopt()  # what was trained there may be trained here since the last step
 
-    def fits(found: Snapshot, where: str) -> None:
+    def check(found: Snapshot, where: str) -> None:
+        here = _setup_of(model, found.setup) if f"-of-{found.setup.get('workers')}." in where else _whole_setup(model)
+        snapshot.refuse_other(found, here, layout(model), where)
         worker.check(_relaid(model, found.parts, where), where, model._bare(), driver.optimizers, also, driver.now)
 
-    def check(found: Snapshot, where: str) -> None:
-        snapshot.refuse_other(found, _setup_of(model, found.setup), layout(model), where)
-        fits(found, where)
-
-    exchange, device = model._exchange, model._flat.device
-    several = None
-    if resize != "refuse":
-        place, local = exchange.rank if exchange else 0, local_buffers(model._bare())
-
-        def rows(size: int) -> list[int]:
-            return [*range(size)] if resize == "average" else [place % size]
-
-        def merge(snapshots: Iterable[Snapshot], paths: Sequence[Path]) -> Snapshot:
-            return resized.mean(snapshots, paths, place % len(paths), local) if resize == "average" else next(iter(snapshots))
-
-        several = resized.load(folder, exchange, layout(model), rows, merge, check, device)
-    if several is not None:
-        found, size = several
-    else:
-        one, size = shards.load(folder, _whole_setup(model), exchange, layout(model), device, fits), model.size
-        if one is None:
-            return False
-        found = one
+    exchange, local = model._exchange, local_buffers(model._bare())
+    place = exchange.rank if exchange else 0
+    regroup = {
+        "refuse": None,
+        "copy": shards.Regroup(lambda size: [place % size], lambda snapshots, paths: next(iter(snapshots))),
+        "average": shards.Regroup(range, lambda snapshots, paths: mean(snapshots, paths, place % len(paths), local)),
+    }
+    last = shards.load(folder, exchange, layout(model), check, model._flat.device, regroup[resize])
+    if last is None:
+        return False
+    found, size = last
     said = "" if size == model.size else _resize(model, found, size, resize)
     restore(model, found.parts, f"the checkpoint in {folder}", also)
     driver.steps = found.step
@@ -149,7 +141,7 @@ def _setup_of(model: DecentralizedDataParallel, there: Mapping[str, Any]) -> dic
     here, graph = _whole_setup(model), str(there.get("graph"))
     if there.get("workers") == here["workers"]:
         return here
-    here["workers"] = there.get("workers", "")
+    here["workers"] = there["workers"]
     if ALL_REDUCE not in (graph, here["graph"]):
         try:
             same = schedule(graph, int(here["workers"])).sized(model.schedule.n).describe() == here["graph"]

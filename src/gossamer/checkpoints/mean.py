@@ -1,73 +1,19 @@
-"""A checkpoint of so many workers for another number of them: each takes over the mean of all rows, or one of the rows."""
+"""The mean of several workers' checkpoints: the averaged model, or a state with which another number of workers goes on."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gossamer.checkpoints import checkpoint, shards
 from gossamer.checkpoints.checkpoint import Unreadable
-from gossamer.checkpoints.snapshot import Layout, Snapshot, flatten, unflatten
+from gossamer.checkpoints.snapshot import Snapshot, flatten, unflatten
 from gossamer.errors import GossamerError
-from gossamer.transport.exchange import Exchange
-
-Resize = Literal["refuse", "average", "copy"]
-_LISTED = 16
-
-
-Merge = Callable[[Iterable[Snapshot], Sequence[Path]], Snapshot]
-
-
-def load(
-    folder: Path,
-    exchange: Exchange | None,
-    layout: Layout,
-    sources: Callable[[int], Sequence[int]],
-    merge: Merge,
-    check: Callable[[Snapshot, str], object],
-    device: torch.device | str = "cpu",
-) -> tuple[Snapshot, int] | None:
-    """The newest step that all workers can read, and how many workers it is of. None: no step is there with the files of all its workers.
-
-    Of another number of workers, this worker reads the files of ``sources(number)``, and ``merge`` makes its state of them. What ``check``
-    refuses on one worker all refuse, before anything is changed. A damaged step is left for the one before it.
-    """
-    place, size = (exchange.rank, exchange.size) if exchange else (0, 1)
-    damaged: dict[Path, Unreadable] = {}
-    spoilt: list[str] = []
-    for step, there in _agreed(shards.whole_steps(folder)[:_LISTED], exchange):
-        ranks = [place] if there == size else sources(there)
-        paths = [shards.path_of(folder, step, rank, there) for rank in ranks]
-        problem: GossamerError | None = None
-        try:
-            read = partial(_read, step=step, layout=layout, device=device, damaged=damaged)
-            found = read(paths[0]) if there == size else merge(map(read, paths), paths)
-            check(found, str(paths[0]))
-        except GossamerError as error:
-            problem = error
-        kinds = shards.kinds_of_all(problem, exchange)
-        if 2 in kinds and set(kinds) <= {0, 2}:
-            spoilt.append(f"step {step} of {there} workers")
-            continue
-        shards.refuse_together(problem, kinds)
-        for path, damage in damaged.items():
-            kept = checkpoint.set_aside(path)
-            warnings.warn(f"{damage}; it is kept as {kept.name}, and training goes on from step {step}", stacklevel=4)
-        return found, there
-    if spoilt:
-        why = "".join(f"{damage}; " for damage in damaged.values())
-        raise Unreadable(
-            f"{folder}: {', '.join(spoilt)} can't be read; {why}no other step is there for all; bring back a copy, or remove the "
-            "files to start anew"
-        )
-    return None
 
 
 def averaged(folder: Path | str) -> dict[str, Tensor]:
@@ -94,27 +40,6 @@ def _model(path: Path) -> Snapshot:
     except (KeyError, TypeError, AttributeError):
         pass
     raise Unreadable(f"{path} is no checkpoint of a worker's model")
-
-
-def _agreed(here: Sequence[tuple[int, int]], exchange: Exchange | None) -> list[tuple[int, int]]:
-    """The steps that all workers see in full, newest first."""
-    if exchange is None:
-        return list(here)
-    listed = torch.tensor([*here, *[(-1, -1)] * (_LISTED - len(here))]).flatten()
-    rows = exchange.gather(listed, "load()").reshape(exchange.size, -1, 2).tolist()
-    common = set.intersection(*({(step, size) for step, size in row if step >= 0} for row in rows))
-    return sorted(common, reverse=True)
-
-
-def _read(path: Path, step: int, layout: Layout, device: torch.device | str, damaged: dict[Path, Unreadable]) -> Snapshot:
-    try:
-        found = shards.read(path, step, layout, device)
-    except Unreadable as error:
-        damaged[path] = error
-        raise
-    if isinstance(found, GossamerError):
-        raise found
-    return found
 
 
 def mean(found: Iterable[Snapshot], paths: Sequence[Path], own: int = 0, local: Collection[str] = ()) -> Snapshot:
