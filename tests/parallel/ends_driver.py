@@ -97,4 +97,6 @@ def main(folder, name):
 
 
 if __name__ == "__main__":
+    import tests.no_compiler  # noqa: F401
+
     main(*sys.argv[1:])
