@@ -24,7 +24,7 @@ from tests import workers as launcher
 from tests.world import World
 
 LIMIT_SECONDS = 120  # for a case; a case of this length hangs
-PRELOAD = ("torch._dynamo",)  # the first optimizer of a process imports it, which takes longer than all of torch
+PRELOAD = ("torch._dynamo", "gossamer.cli")  # the first optimizer imports the former, which takes as long as all of torch
 
 
 def on_workers(*sizes, limit=LIMIT_SECONDS):

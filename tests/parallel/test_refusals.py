@@ -101,7 +101,7 @@ def test_what_differs_between_ranks_is_named_on_every_rank(world):
         with pytest.raises(GossamerError, match=here + match):
             world.model(module, **options)
     model = world.model()
-    with pytest.raises(GossamerError, match=here + "gossip\\(\\): profile_every differs .*None on ranks 0, 2; 5 on rank 1"):
+    with pytest.raises(GossamerError, match=here + "gossip\\(\\): profile_every differs .*0 on ranks 0, 2; 5 on rank 1"):
         model.gossip(torch.optim.SGD(model.parameters(), 0.1), profile_every=5 if odd else None)
 
 
