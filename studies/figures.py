@@ -345,6 +345,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., Iterator[str]]]] = {
     "hetero": (("hetero",), hetero_table),
     "alphas": (("hetero", "hetero-alpha001"), alpha_table),
     "exponential": (("hetero-exponential",), hetero_table),
+    "cifar that differs": (("hetero-cifar",), hetero_table),
 }
 
 # --- All of it -------------------------------------------------------------------------------------------------------------------
