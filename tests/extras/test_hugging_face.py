@@ -1,0 +1,42 @@
+"""Hugging Face's Trainer and Accelerate, with torch's DDP and with ours."""
+
+import pytest
+
+from tests.extras.launch import findings
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return findings(2, "hf_driver", tmp_path_factory.mktemp("hf"))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_all_reduce_is_ddp(found, precision):
+    """Loss, norm of the gradients, loss of the evaluation."""
+    for worker in found:
+        ddp, ours = (worker[f"trainer {precision} {kind}"] for kind in ("ddp", "all-reduce"))
+        assert len(ddp["whole"]) == 8 + 8 + 2
+        assert ours["whole"] == pytest.approx(ddp["whole"], abs=1e-5)
+        assert ours["again"] == pytest.approx(ddp["again"], abs=1e-5)
+        assert ours["end"] == pytest.approx(ddp["end"], abs=1e-5)
+        assert ours["spread"] == ours["saved"] == 0
+        assert ours["replicas"] == []
+        ddp, ours = (worker[f"accelerate {precision} {kind}"] for kind in ("ddp", "all-reduce"))
+        assert ours["whole"] == pytest.approx(ddp["whole"], abs=1e-5)
+        assert ours["again"] == pytest.approx(ours["second"], abs=1e-6), "it goes on exactly"
+        assert ours["again"] == pytest.approx(ddp["again"], abs=1e-5)
+        assert ours["spread"] == 0
+        assert ours["bare"] == "GPT2LMHeadModel"
+
+
+def test_gossip(found):
+    for worker in found:
+        trained = worker["trainer float32 gossip"]
+        assert trained["whole"] != worker["trainer float32 all-reduce"]["whole"]
+        assert trained["again"] == pytest.approx(trained["whole"], abs=1e-6), "it goes on exactly"
+        assert trained["spread"] == trained["saved"] == 0, "after train() all have the mean"
+        assert trained["end"] == found[0]["trainer float32 gossip"]["end"]
+        assert trained["replicas"] == ["checkpoint-4/replicas", "checkpoint-8/replicas"]
+        accelerated = worker["accelerate float32 gossip"]
+        assert accelerated["again"] == pytest.approx(accelerated["second"], abs=1e-6), "it goes on exactly"
+        assert accelerated["spread"] > 0
