@@ -170,7 +170,8 @@ class WandB(Logger):
 
 
 class MLflow(Logger):
-    """A run in MLflow's tracking store ``uri`` (a folder, a database or a server; default: MLflow's own). Text becomes tags.
+    """A run in MLflow's tracking store ``uri`` (default: MLflow's own): a server, a database (which needs all of mlflow), or
+    ``file:///folder``, which mlflow-skinny can write. Text becomes tags.
 
     ``run``: the id of a run that the script has begun, and ends itself.
     """
@@ -187,6 +188,8 @@ class MLflow(Logger):
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
+        if (self.uri or "").startswith("file:"):  # which MLflow maintains no further, and refuses unless it is told
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._client: Any = MlflowClient(self.uri)
         if self.run is not None:
             return
