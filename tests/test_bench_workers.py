@@ -64,9 +64,14 @@ def bench(spec, out):
     return ["-m", "gossamer", *command(spec, out)]
 
 
-def test_three_processes_give_the_result_of_one(spec, alone, pool, tmp_path):
-    for worker in together(pool, 3, tmp_path, *command(spec, tmp_path / "out")):
+def finished(pool, size, folder, spec, out):
+    """In so many workers, to the end."""
+    for worker in together(pool, size, folder, *command(spec, out)):
         assert worker.returncode == 0, worker.stderr
+
+
+def test_three_processes_give_the_result_of_one(spec, alone, pool, tmp_path):
+    finished(pool, 3, tmp_path, spec, tmp_path / "out")
     spread = results(tmp_path / "out")
     assert [row["method"] for row in spread] == ["centralized", "ring"]
     for one, many in zip(alone, spread, strict=True):
@@ -80,14 +85,13 @@ def test_a_search_finds_the_same_in_three_processes(pool, tmp_path):
     path = tmp_path / "search.toml"
     path.write_text(SPEC.replace("epochs = 3", "epochs = 1") + "[search]\nlr = [0.001, 0.2]\nseeds = [100]\n")
     assert inside("bench", path, "--out", tmp_path / "one", "--jobs", 1, "--quiet").returncode == 0
-    for worker in together(pool, 3, tmp_path, *command(path, tmp_path / "three")):
-        assert worker.returncode == 0, worker.stderr
+    finished(pool, 3, tmp_path, path, tmp_path / "three")
     one, three = ([(row["lr"], row["value"]) for row in results(tmp_path / out)] for out in ("one", "three"))
     assert [lr for lr, _ in one] == [0.2, 0.2]
     assert all(near(a, b) for x, y in zip(one, three, strict=True) for a, b in zip(x, y, strict=True))
 
 
-def test_killed_as_a_whole_it_goes_on_and_ends_the_same(spec, alone, tmp_path):
+def test_killed_as_a_whole_it_goes_on_and_ends_the_same(spec, alone, pool, tmp_path):
     out = tmp_path / "out"
     processes = workers.start(2, bench(spec, out))
     deadline = time.monotonic() + 60
@@ -98,12 +102,12 @@ def test_killed_as_a_whole_it_goes_on_and_ends_the_same(spec, alone, tmp_path):
         process.kill()
     workers.finish(processes)
     assert any(run["status"] != "done" for run in results(out))
-    workers.run_ok(2, bench(spec, out))
+    finished(pool, 2, tmp_path, spec, out)
     for one, many in zip(alone, results(out), strict=True):
         assert all(near(one[key], many[key]) for key in one), (one, many)
 
 
-def test_damaged_checkpoints_of_all_processes_begin_the_run_anew(spec, alone, tmp_path):
+def test_damaged_checkpoints_of_all_processes_begin_the_run_anew(spec, alone, pool, tmp_path):
     out = tmp_path / "out"
     processes = workers.start(2, bench(spec, out))
     deadline = time.monotonic() + 60
@@ -114,7 +118,7 @@ def test_damaged_checkpoints_of_all_processes_begin_the_run_anew(spec, alone, tm
     workers.finish(processes)
     for path in out.glob("checkpoints/*/*rank-1-of-2.ckpt"):
         path.write_bytes(path.read_bytes()[:-4])
-    workers.run_ok(2, bench(spec, out))
+    finished(pool, 2, tmp_path, spec, out)
     for one, many in zip(alone, results(out), strict=True):
         assert all(near(one[key], many[key]) for key in one), (one, many)
     store = Store(out / FILE)
