@@ -27,7 +27,7 @@ class Row:
 class Network:
     """The link, the guard and the exchange of worker 0."""
 
-    rank, names, timeout, blind = 0, range(3), 5.0, False
+    rank, names, timeout, blind, trace = 0, range(3), 5.0, False, None
 
     def __init__(self):
         self.guard = self.link = self
