@@ -328,6 +328,17 @@ def alpha_table(*by_alpha: Experiment) -> Iterator[str]:
         yield f"| {m} | {rate:g} | {' | '.join(values)} | {versus} | {worst} |"
 
 
+def ring_table(x: Experiment, scale: Experiment) -> Iterator[str]:
+    """Methods on the ring of 96, and what the first study has there with the same seed."""
+    (n,), (seed,) = x.scales, x.seeds(x.scales[0])
+    yield "| method | accuracy, % | worst replica |"
+    yield "| --- | --- | --- |"
+    for name, source in [(m, scale) for m in ("complete", "ring")] + [(m, x) for m in x.methods]:
+        (run,) = (run for run in source.select(name, n) if run["seed"] == seed)
+        shown = name if source is x else f"D-SGD, momentum, {name}"
+        yield f"| {shown} | {x.value(run):.2f} | {x.value(run, 'worst'):.2f} |"
+
+
 # The table, the experiments that it is made from, and how.
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., Iterator[str]]]] = {
     "scale": (("scale",), scale_table),
@@ -345,6 +356,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., Iterator[str]]]] = {
     "hetero": (("hetero",), hetero_table),
     "alphas": (("hetero", "hetero-alpha001"), alpha_table),
     "exponential": (("hetero-exponential",), hetero_table),
+    "n96": (("hetero-96", "scale"), ring_table),
     "cifar that differs": (("hetero-cifar",), hetero_table),
 }
 
