@@ -108,7 +108,7 @@ def summary(runs: Sequence[RunData], metric: str, higher: bool, more: str = "") 
     largest = f"n={sizes[-1]}"
     caption = (
         f"Final {metric} of the averaged model on test data, mean ± 95 % interval over seeds; "
-        f"{'higher' if higher else 'lower'} is better. Bold: ahead of all others by more than the intervals.{more}"
+        f"{'higher' if higher else 'lower'} is better.{more} Bold: ahead of all others by more than the intervals."
     )
     head = ["method", *(f"n={n}" for n in sizes), f"worst replica, {largest}", f"MB per replica, {largest}"]
     return Summary(caption, head, rows, marked)
