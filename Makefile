@@ -18,7 +18,7 @@ test-extras: $(READY)  ## with the real libraries of other people: loggers, note
 	timeout 600 $(BIN)/python -m pytest tests/extras
 
 test-release: $(READY)  ## wheel and sdist: built, checked, and used in a fresh environment
-	timeout 300 .ci/release
+	timeout 600 .ci/release
 
 docs: $(READY)  ## the docs as a site, with warnings as errors: site/index.html; and the commands and code of its tutorials run
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
