@@ -1,4 +1,5 @@
-"""What local steps cost in loss: for the advice of ``gossamer plan``. Measured by ``gossamer bench studies/specs/outer.toml``.
+"""What local steps cost in loss: for the advice of ``gossamer plan``. ``gossamer bench studies/specs/outer.toml`` measures it; the
+numbers are not here yet.
 
 That is AdamW on a nano GPT over bytes, 4 replicas, 400 steps, one learning rate, one seed: of another model, or of a longer run, it says
 only that there is a price.
@@ -10,7 +11,7 @@ from gossamer.methods import DiLoCo, NoLoCo
 from gossamer.runtime.methods import Gossip, Method
 
 SPEC = "studies/specs/outer.toml"
-# Perplexity of the averaged model at the end, above all-reduce's, by family and H.
+# To be filled from that run. Perplexity of the averaged model at the end, above all-reduce's, by family and H.
 MEASURED: dict[str, dict[int, float]] = {}
 
 
