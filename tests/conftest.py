@@ -1,9 +1,11 @@
 """One thread per process: several test processes share two cores, and results must not depend on the thread count.
 
-Processes are started by the hundred, so what they import is compiled once, whatever the environment says."""
+Processes are started by the hundred, so what they import is compiled once, whatever the environment says. Ctrl-C reaches them also where
+the test run itself was started in the background by a script, which ignores it."""
 
 import gc
 import os
+import signal
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYTHONDONTWRITEBYTECODE"] = ""
@@ -13,6 +15,7 @@ import torch
 
 from tests.pool import Pool, by_size
 
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 
 

@@ -129,12 +129,15 @@ def test_a_kill_leaves_the_old_file_and_ctrl_c_finishes_the_new_one(end, tmp_pat
     process = subprocess.Popen(
         [sys.executable, "-c", DRIVER, tmp_path], env=workers.environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
-    assert process.stdout.readline() == b"saving\n"
-    deadline = time.monotonic() + 20
-    while not list(tmp_path.glob("step-000000002.*.tmp")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(end)
-    assert process.wait(30) != 0
+    try:
+        assert process.stdout.readline() == b"saving\n"
+        deadline = time.monotonic() + 20
+        while not list(tmp_path.glob("step-000000002.*.tmp")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(end)
+        assert process.wait(30) != 0
+    finally:
+        process.kill()
     model = gossamer.DecentralizedDataParallel(torch.nn.Linear(1000, 600))
     before = flat(model).clone()
     model.gossip(torch.optim.SGD(model.parameters(), 0.1))
