@@ -211,7 +211,7 @@ def test_one_peer_in_8_bits_keeps_the_mean_and_agrees():
         close(run.x.mean(0), before, 1e-6)
     assert set(run.now.state) == {"copy", "mixed", "copy.1", "mixed.1", "copy.2", "mixed.2"}
     assert float((run.x - before).abs().max()) < 1e-3
-    assert run.now.bytes == 60 * 65  # one code of 64 numbers a step
+    assert run.now.bytes == 60 * 129  # one code of 128 numbers a step
 
 
 # --- Moments ------------------------------------------------------------------------------------------------------------------

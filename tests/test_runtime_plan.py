@@ -140,7 +140,7 @@ def test_the_gap_in_closed_form_is_the_graph_s_own():
 
 
 def test_one_worker_has_nothing_to_plan():
-    with pytest.raises(GossamerError, match="there is nobody to average with"):
+    with pytest.raises(GossamerError, match="has no other to average with"):
         planning.plan(clusters.load("office-1g").sized(1), Workload.of_parameters(1000, 0.1))
 
 

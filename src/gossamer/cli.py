@@ -223,7 +223,8 @@ def graph_command(
     if picture.can_draw(graph):
         path = picture_file or Path(f"runs/{name.replace(':', '-').replace('=', '').replace(',', '-')}-{n}.svg")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if picture_file is None:
+                path.parent.mkdir(exist_ok=True)
             path.write_text(picture.svg(graph, size=600), encoding="utf-8")
         except OSError as error:
             raise GossamerError(f"{path} can't be written: {error.strerror}") from None

@@ -54,7 +54,8 @@ def write(plans: Sequence[Plan], path: Path) -> None:
         height=560 + 60 * len(plans),
     )
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.parent == Path("runs"):  # where the default is
+            path.parent.mkdir(exist_ok=True)
         path.write_text(figure.to_html(include_plotlyjs=True, full_html=True), encoding="utf-8")
     except OSError as error:
         raise GossamerError(f"{path} can't be written: {error.strerror}") from None
