@@ -1,6 +1,6 @@
 """How much longer the longest step gets when checkpoints are saved: at once, and in the background.
 
-    quiet python -m benchmarks.background_save         # 3 minutes; --blocks for more
+    python -m benchmarks.background_save         # 3 minutes, nothing else running; --blocks for more
 
 Two workers on loopback train an MLP of 6.3 million parameters (25 MB; with momentum a checkpoint of 50 MB per worker). Training runs in
 blocks of steps, in random order: without a save, with one at once, with one in the background. A save counts as a part of its step.
