@@ -195,8 +195,10 @@ def _work(rank, size, environment, requests, output, others):
         start = _attempt(dist.init_process_group, "gloo", timeout=timedelta(seconds=TIMEOUT_SECONDS))
         while True:
             case = cases.get()
-            gc.collect()  # the models of the case before: all workers are done with it
-            error = start or _attempt(_call, case, World(rank, size, case["folder"]))
+            world = None  # and with it the models of the case before: all workers are done with it
+            gc.collect()
+            world = World(rank, size, case["folder"])
+            error = start or _attempt(_call, case, world)
             sys.stdout.flush()
             requests.sendall(_line(error))
     finally:

@@ -19,9 +19,11 @@ class World:
 
     def __init__(self, rank, size, folder):
         self.rank, self.size, self.folder = rank, size, Path(folder)
+        self.models = []  # they live until all workers are done: one that is dropped closes its connections
 
     def model(self, module=None, graph="ring", timeout=TIMEOUT_SECONDS, **options):
-        return DecentralizedDataParallel(small() if module is None else module, graph, timeout=timeout, **options)
+        self.models.append(DecentralizedDataParallel(small() if module is None else module, graph, timeout=timeout, **options))
+        return self.models[-1]
 
     def batch(self, step, rank=None, dtype=torch.float32):
         """This worker's inputs and targets of a step."""
