@@ -10,7 +10,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-_FAR = 1 << 40  # Windows locks bytes, and nobody else can read those: one that no content reaches
+_FAR = 1 << 40  # Windows locks bytes, which no other process can read then: one that no content reaches
 
 
 def lock(file: IO[Any]) -> bool:

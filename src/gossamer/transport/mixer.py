@@ -233,7 +233,7 @@ class Mixer:
         """What I do with my columns. Hosts: those of my host's mean go to the worker with my place on another host, and its come to me."""
         hosts, inner, plan_, place = part.round, part.plan.inner, part.plan.between, part.plan.place
         assert inner is not None
-        look, dtype = self.check_finite and len(part.x) == 1, part.x.dtype
+        look, dtype = self._looks(part), part.x.dtype
         if plan_ is None:
 
             def alone(x: Tensor, y: Tensor) -> None:
