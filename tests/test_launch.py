@@ -172,6 +172,16 @@ def test_a_worker_that_comes_back_too_late_changes_nothing(tmp_path):
     assert "gossamer: finished: rank 0; lost: rank 1\n" in out
 
 
+def test_a_worker_that_is_left_alone_says_so_once_and_the_launcher_too(tmp_path):
+    wait = "rank == 0 and (not model.changes or model.steps < model.changes[-1].step + 5)"
+    outcome, out, _ = run(2, sys.executable, script(tmp_path, 2, "training", 1, wait=wait))
+    assert outcome.exit_code == 0, out
+    assert "[0] trained with (0,)" in out
+    (said,) = re.findall(r"\[0\] gossamer: .*", out)
+    assert re.search(r"rank 1 was killed by SIGKILL: rank 0 trains alone from step \d+ on$", said), out
+    assert [what for _, what in outcome.happened] == ["rank 1 was killed by SIGKILL", said.rpartition(": ")[2]]
+
+
 # --- Before training has begun --------------------------------------------------------------------------------------------------
 
 

@@ -169,6 +169,8 @@ class Survival(Participation):
     def _take_part(self, turn: Turn) -> None:
         super()._take_part(turn)
         change, rank = turn.change, self.seat.rank
+        if change.members == (rank,):
+            self._tell_alone(change)
         if not self._equal:
             return
         # What a newcomer has is some steps old.
@@ -177,6 +179,11 @@ class Survival(Participation):
                 self._unpack(self._membership.take_again(change.members.index(donor), turn.link))
             elif donor == rank:
                 self._membership.hand_out_again(change.members.index(newcomer), turn.link, self._copied())
+
+    def _tell_alone(self, change: Change) -> None:
+        gone = "; ".join(f"rank {rank} {why}" for rank, why in change.lost.items())
+        print(f"gossamer: {gone}: rank {self.seat.rank} trains alone from step {change.step} on", flush=True)
+        self.seat.announce_alone(change.step)
 
     # --- The state for a newcomer -----------------------------------------------------------------------------------------
 

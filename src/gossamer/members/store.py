@@ -24,6 +24,7 @@ GENERATION = "gossamer/generation"  # the number of the one that runs, or shall 
 STORES = "gossamer/stores"  # with the number of a later generation: where its store listens
 
 # In the store of a generation.
+ALONE = "gossamer/alone"  # which worker trains without others, and from which step on
 BEGAN = "gossamer/began"  # how many workers have begun to train
 DIVERGED = "gossamer/diverged"  # set when the last worker has diverged: there is no state left to go on from
 ENDS = "gossamer/ends"  # how many processes have ended, by the launchers' word
@@ -80,6 +81,11 @@ class Seat:
             store = self.connect()
             store.set(f"{TRAINS}/{self.ticket}", "1")
             store.add(BEGAN, 1)
+
+    def announce_alone(self, step: int) -> None:
+        """All other workers are gone. The launchers say so."""
+        with contextlib.suppress(RuntimeError):
+            self.connect().set(ALONE, f"rank {self.rank} trains alone from step {step} on")
 
     def announce_divergence(self, why: str) -> None:
         """No worker is left whose parameters are finite. The launchers start no worker again."""

@@ -181,7 +181,9 @@ class Launcher:
         self._looking = False
         if news is None:
             return
-        self._news = news
+        before, self._news = self._news, news
+        if news.alone and (before is None or news.alone != before.alone):
+            self._note(news.alone)
         for worker in self._workers.values():
             if not worker.trains and worker.ticket in news.joined:
                 worker.trains = True

@@ -40,7 +40,8 @@ class Place:
 
 @dataclass(frozen=True)
 class News:
-    """One look at the store. ``launchers_run``: other launchers need the store. ``workers_run``: other hosts have workers that train."""
+    """One look at the store. ``launchers_run``: other launchers need the store. ``workers_run``: other hosts have workers that train.
+    ``alone``: which worker trains without others, if that has happened."""
 
     asked: float
     launchers_run: bool
@@ -49,6 +50,7 @@ class News:
     start_failed: str
     start_refused: bool
     joined: frozenset[int]
+    alone: str
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,7 @@ class LauncherStore:
             self._now.get(keys.START_FAILED).decode() if failed else "",
             self._now.check([keys.START_REFUSED]),
             frozenset(ticket for ticket in joining if self._now.check([f"{keys.TRAINS}/{ticket}"])),
+            self._now.get(keys.ALONE).decode() if self._now.check([keys.ALONE]) else "",
         )
 
     def _others(self) -> tuple[bool, bool]:
