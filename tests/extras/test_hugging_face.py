@@ -1,7 +1,10 @@
 """Hugging Face's Trainer and Accelerate, with torch's DDP and with ours."""
 
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
+from gossamer import DecentralizedDataParallel, GossamerError
+from gossamer.integrations.transformers import GossamerTrainer
 from tests.extras.launch import findings
 
 
@@ -41,3 +44,13 @@ def test_gossip(found):
         accelerated = worker["accelerate float32 gossip"]
         assert accelerated["again"] == pytest.approx(accelerated["second"], abs=1e-6), "it goes on exactly"
         assert accelerated["spread"] > 0
+
+
+@pytest.mark.parametrize("trainer", [Trainer, GossamerTrainer])
+def test_a_wrapped_model_is_refused_with_advice(trainer, tmp_path):
+    model = DecentralizedDataParallel(
+        GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50, n_positions=16))
+    )
+    with pytest.raises(GossamerError, match=r"was given a DecentralizedDataParallel; give the bare model to .*GossamerTrainer"):
+        trainer(model=model, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+    model.close()

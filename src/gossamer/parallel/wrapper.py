@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gossamer.errors import GossamerError
 from gossamer.parallel import surroundings
 
 _DDP = "module."  # what DistributedDataParallel puts before each key
@@ -16,6 +17,9 @@ _INSTEAD = {  # of what DistributedDataParallel has
     "join_hook": "train inside `with model.uneven():`",
     "register_comm_hook": "wire='bfloat16' halves the bytes; gossamer.hooks are for torch's own DDP",
 }
+# What Hugging Face's Trainer asks of the model that it is given. It would drop all columns of the data, which are no arguments of this
+# forward, and put torch's DDP around it.
+_TRAINERS = "accepts_loss_kwargs"
 
 
 class Wrapper(nn.Module):
@@ -95,6 +99,12 @@ class Wrapper(nn.Module):
         except AttributeError:
             if name.startswith("_") or "module" not in self._modules:
                 raise
+            if name == _TRAINERS:
+                raise GossamerError(
+                    f"Hugging Face's Trainer was given a {type(self).__name__}; give the bare model to "
+                    "gossamer.integrations.transformers.GossamerTrainer(graph=…, model=…), which wraps it; a Trainer that only evaluates "
+                    "takes the model's .module"
+                ) from None
             inner = self._modules["module"]
             if name in _INSTEAD and not hasattr(inner, name):
                 raise AttributeError(f"{type(self).__name__} has no {name}(): {_INSTEAD[name]}") from None
