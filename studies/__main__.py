@@ -18,6 +18,7 @@ import re
 import sys
 from pathlib import Path
 
+import benchmarks.field  # noqa: F401  (its methods, for specs; in worker processes too)
 from gossamer.dbench.runner import bench
 from gossamer.dbench.spec import Spec, load
 from gossamer.errors import GossamerError

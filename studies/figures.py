@@ -383,8 +383,9 @@ def write(results: Path, out: Path, pages: Sequence[Path] = PAGES) -> Sequence[P
     return written
 
 
-def with_tables(text: str, found: dict[str, Experiment]) -> str:
-    for name, (sources, rows) in TABLES.items():
+def with_tables(text: str, found: Mapping[str, Any], tables: Mapping[str, Any] = TABLES) -> str:
+    """``tables``: by name, what each is made from and how."""
+    for name, (sources, rows) in tables.items():
         if all(source in found for source in sources):
             before, mark, after = text.partition(f"<!-- table: {name} -->\n")
             if mark:
