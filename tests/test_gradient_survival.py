@@ -45,7 +45,7 @@ def equal_in_every_step(folder):
     return sum(len(names) > 1 for hashes in seen.values() for names in hashes.values())
 
 
-@pytest.mark.parametrize("method", ["all-reduce", "all-reduce:wire=8bits,feedback=true"])
+@pytest.mark.parametrize("method", ["auto", "all-reduce:wire=8bits,feedback=true"])
 def test_after_kills_and_returns_all_replicas_are_the_same(method, tmp_path):
     with Job(tmp_path, "--restart", "9", method=method) as job:
         started(job, N)

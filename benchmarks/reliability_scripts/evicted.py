@@ -13,7 +13,7 @@ import gossamer
 net = torch.nn.Linear(1000, 100)
 for parameter in net.parameters():
     torch.nn.init.ones_(parameter)
-model = gossamer.DecentralizedDataParallel(net)
+model = gossamer.DecentralizedDataParallel(net, "one-peer-exponential")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 model.gossip(optimizer)
 limit = time.monotonic() + 10  # a budget of time, as a batch system gives it

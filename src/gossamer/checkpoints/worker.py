@@ -88,7 +88,7 @@ def check(
         )
     _check_tensors(state["model"], where, module.state_dict())
     if method.part:
-        check_vectors(state[method.part], where, method)
+        check_vectors(state.get(method.part), where, method)
     for k, (optimizer, saved) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
         what = "the optimizer" if len(optimizers) == 1 else f"optimizer {k}"
         _check_class(where, what, saved["class"], optimizer)
@@ -158,8 +158,10 @@ _PARTS = ("model", "optimizers", "schedule", "signals", "also", "means")
 LAYOUT = Layout(_PARTS, _upgrade, instead=INSTEAD, optional=("progress",))
 
 
-def layout(part: str | None, base: Layout = LAYOUT) -> Layout:
-    """With the own state of a method, if it has any."""
+def layout(part: str | None, base: Layout = LAYOUT, others: Sequence[str] = ()) -> Layout:
+    """With the own state of a method, if it has any; or of one of several, by name."""
+    if others:
+        return replace(base, optional=(*base.optional, *(f"methods/{name}" for name in {*others})))
     return replace(base, parts=(*base.parts, part)) if part else base
 
 

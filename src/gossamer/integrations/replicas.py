@@ -15,13 +15,13 @@ from pathlib import Path
 from gossamer.graphs import Graph
 from gossamer.methods import ALL_REDUCE, Averaging
 from gossamer.parallel import DecentralizedDataParallel
-from gossamer.parallel.checks import over_hosts
+from gossamer.parallel.checks import with_graph
 from gossamer.schedules import Schedule, schedule
 
 
 def by_epoch(graph: str | Graph | Schedule, workers: int) -> bool:
     """Whether ``epochs=`` and ``steps_per_epoch=`` are needed."""
-    return schedule(over_hosts(Averaging.of(graph, None).graph), workers, (ALL_REDUCE, "auto")).by_epoch
+    return schedule(with_graph(Averaging.of(graph, None)).graph, workers, (ALL_REDUCE,)).by_epoch
 
 
 def differ(model: object) -> bool:

@@ -177,6 +177,7 @@ class Survival(Participation):
         for newcomer, donor in change.joined.items():
             if newcomer == rank and change.rejoined:
                 self._unpack(self._membership.take_again(change.members.index(donor), turn.link))
+                self.schedule.succeed(self.planned)
             elif donor == rank:
                 self._membership.hand_out_again(change.members.index(newcomer), turn.link, self._copied())
 

@@ -24,7 +24,7 @@ from gossamer.methods.noloco import NoLoCo
 from gossamer.methods.normalized_tracking import NormalizedTracking
 from gossamer.methods.outer import Outer
 from gossamer.methods.periodic import PeriodicMean
-from gossamer.methods.policies import AdaAuto, Averaging, Policy
+from gossamer.methods.policies import AdaAuto, Auto, Averaging, Policy
 from gossamer.methods.push_sum import PushSum
 from gossamer.methods.qg_adam import QuasiGlobalAdam
 from gossamer.methods.shared_momentum import SharedMomentum
@@ -41,6 +41,7 @@ __all__ = [
     "AdaptWhileCombine",
     "AllReduce",
     "Around",
+    "Auto",
     "Averaging",
     "CDAdam",
     "Choco",

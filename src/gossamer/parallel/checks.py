@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from gossamer.errors import GossamerError
-from gossamer.graphs import Graph, plain_name, told_hosts
-from gossamer.methods import Method
-from gossamer.schedules import Schedule
+from gossamer.graphs import told_hosts
+from gossamer.methods import Averaging, Method
 
 if TYPE_CHECKING:
     from gossamer.parallel.module import DecentralizedDataParallel
@@ -164,14 +164,15 @@ def refuse_moment(
         )
 
 
-def over_hosts(graph: str | Graph | Schedule) -> str | Graph | Schedule:
-    """What torchrun says about hosts decides what ``auto`` is; a graph over hosts takes the workers per host from there too."""
+def with_graph(how: Averaging) -> Averaging:
+    """With the graph that is meant: a graph over hosts takes the workers per host from torchrun; ``auto`` beside a method, or beside local
+    steps, is the cheapest graph for these hosts."""
     # A worker that joins a job has other numbers than the first workers, and must find the same graph: the launcher says what they were.
-    env = os.environ
+    env, graph = os.environ, how.graph
     n = int(env.get("GOSSAMER_WORKERS") or env.get("WORLD_SIZE") or 1)
     local = int(env.get("GOSSAMER_WORKERS_PER_HOST") or env.get("LOCAL_WORLD_SIZE") or 1)
-    if isinstance(graph, str) and plain_name(graph) == "auto":
+    if graph == "auto" and (how.method is not None or how.every > 1):
         hosts, rest = divmod(n, local)
         over_hosts = local > 1 and hosts > 1 and not rest and not hosts & (hosts - 1)
         graph = "alternating-exponential-ring" if over_hosts else "one-peer-exponential"
-    return told_hosts(graph, local) if "LOCAL_WORLD_SIZE" in env else graph
+    return replace(how, graph=told_hosts(graph, local) if "LOCAL_WORLD_SIZE" in env else graph)

@@ -16,11 +16,12 @@ from torch import Tensor
 from gossamer.errors import Diverged, Evicted, GossamerError
 from gossamer.graphs import Graph
 from gossamer.members.changes import Survival
-from gossamer.methods import Method, Step
+from gossamer.methods import Averaging, Method, Step
 from gossamer.optim import momentum
-from gossamer.parallel import closures, hooks
+from gossamer.parallel import closures, hooks, policies
 from gossamer.parallel.gradients import OwnGradients
 from gossamer.parallel.journal import Journal
+from gossamer.parallel.policies import Clock
 from gossamer.parallel.uneven import Stretch
 from gossamer.rows.finite import Fault
 from gossamer.rows.flat import Flat
@@ -32,21 +33,22 @@ Optimizer = torch.optim.Optimizer
 
 
 class Driver:
-    """Of one model. ``every``: a step with averaging comes every that many steps. ``epochs``, ``steps_per_epoch``: for schedules."""
+    """Of one model. ``epochs``, ``steps_per_epoch``: for schedules."""
 
     def __init__(
         self,
         flat: Flat,
         mixer: Mixer,
-        method: Method,
+        how: Averaging,
         schedule: Schedule,
         rank: int,
-        every: int = 1,
         epochs: int = 1,
         steps_per_epoch: int | None = None,
     ) -> None:
-        self.flat, self.mixer, self.method, self.schedule, self.rank = flat, mixer, method, schedule, rank
-        self.every, self.epochs, self.steps_per_epoch = every, epochs, steps_per_epoch
+        self.flat, self.mixer, self.how, self.schedule, self.rank = flat, mixer, how, schedule, rank
+        self.clock, self.epochs, self.steps_per_epoch = Clock(flat.device), epochs, steps_per_epoch
+        self.methods = how.rules(schedule, "awc")
+        self.method = self.planned = how.rule(schedule, "awc")  # of this step, and of the first one
         self._send_copy = mixer.send_copy
         self.steps = 0  # done; the one counter
         self.optimizers: tuple[Optimizer, ...] = ()  # in the order in which they step
@@ -92,10 +94,19 @@ class Driver:
         # With several, the first ones change parameters that are being sent: so a copy is sent, and its change is added.
         self.mixer.send_copy = self._send_copy or len(optimizers) > 1
         self._undo = hooks.steps(self, optimizers)
-        if self.method.does("after_backward"):
+        if any(method.does("after_backward") for method in self.methods):
             self._undo += hooks.backward(self, self.flat.parameters())
         if scaler is not None:
             self._undo += hooks.scaler(self, scaler)
+
+    def take(self, method: Method) -> None:
+        """Another method, from this step on."""
+        if method == self.method:
+            return
+        self.method = method
+        if self._attached:
+            with torch.no_grad():
+                method.begin(self.now)
 
     def detach(self) -> None:
         for undo in reversed(self._undo):
@@ -127,7 +138,8 @@ class Driver:
         now = self.now
         now.t, now.lr = self.steps, self._rate()
         graph = self.current_schedule.graph(now.t, min(self.epoch, self.epochs - 1), self.epochs, self.signals)
-        now.graph, now.round = graph, graph.round(now.t, self.every)
+        now.graph, now.round = graph, graph.round(now.t, self.how.every)
+        policies.follow(self)
         self._notice(graph)
         self.journal.begin(self)
         try:
@@ -169,7 +181,8 @@ class Driver:
     def after_backward(self) -> None:
         self._begin()
         self._synced, self._means = True, self._means + 1
-        self._run(self.method.after_backward)
+        with self.clock.mean():
+            self._run(self.method.after_backward)
 
     def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if self.averaged:
@@ -228,6 +241,7 @@ class Driver:
             self.current_schedule.observe(sight)
             self.schedule.succeed(self.current_schedule)
         self.journal.end(self)
+        policies.learn(self)
         self.steps += 1
         self.reset()
         if self.method.shares_momentum:
@@ -268,7 +282,7 @@ class Driver:
             vector.numels.extend(fresh[name].numels[len(vector.numels) :])
         with torch.no_grad():
             self.method.members_changed(self.now)  # what a method knows of its rows does not fit the new ones
-        if self.method.does("after_backward"):
+        if any(method.does("after_backward") for method in self.methods):
             self._undo += hooks.backward(self, [p for p in self.flat.parameters() if not p._post_accumulate_grad_hooks])
 
     def _run(self, moment: Callable[[Step], None]) -> None:

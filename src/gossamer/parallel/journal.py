@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gossamer.errors import GossamerError
+from gossamer.methods import Policy
 from gossamer.rows import profile
 from gossamer.rows.profile import Profile
 from gossamer.transport.exchange import Exchange
@@ -28,7 +29,7 @@ class Journal:
         self.every, self.on_profile, self.log = 0, None, None  # type: int, Callable[[Profile], object] | None, Log | None
         self.profiles: list[Profile] = []
         self._seen: dict[str, float] = {}  # at this step's look
-        self._graph, self._began = "", (0.0, 0, 0)
+        self._graph, self._method, self._began = "", "", (0.0, 0, 0)
         self._ended = time.perf_counter()
 
     def attend(self, every: int | None, on_profile: Callable[[Profile], object] | None, log: Log | None) -> None:
@@ -81,6 +82,8 @@ class Journal:
             numbers["level"] = level
         if step.graph.name != self._graph:
             self._graph = numbers["graph"] = step.graph.name
+        if isinstance(driver.current_schedule, Policy) and (method := driver.method.describe()) != self._method:
+            self._method = numbers["method"] = method
         self.log({f"gossamer/{key}": value for key, value in numbers.items()}, driver.steps)
 
 

@@ -1,15 +1,15 @@
 """``DecentralizedDataParallel``: a drop-in for ``torch.nn.parallel.DistributedDataParallel`` in a person's own training loop.
 
-    model = gossamer.DecentralizedDataParallel(model, graph="one-peer-exponential")
+    model = gossamer.DecentralizedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    model.gossip(optimizer)              # averaging happens inside optimizer.step()
+    model.gossip(optimizer)              # averaging happens inside backward() or optimizer.step()
     ...
     with model.consensus():              # parameters and buffers averaged over the workers, and restored afterwards
         evaluate(model)
     model.average_()                     # for good, at the end of training
 
-With "awc" (the default) rows are in flight from the first training-mode forward after a step to the next ``step()``. Between ``step()``
-and that forward nothing is, so checkpoints, ``load_state_dict`` and EMA swaps are safe there. ``driver.py`` has the moments of a step.
+With a gossip graph rows are in flight from the first training-mode forward after a step to the next ``step()``. Between ``step()`` and
+that forward nothing is, so checkpoints, ``load_state_dict`` and EMA swaps are safe there. ``driver.py`` has the moments of a step.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from gossamer.transport.probe import Probe
 
 
 class DecentralizedDataParallel(Wrapper):
-    """Averages parameters with a few neighbours each step.
+    """Trains as DDP does; with a graph, averages parameters with a few neighbours each step.
 
-    - ``graph``: a name, a Graph or a Schedule over the workers; ``"all-reduce"`` averages gradients over all of them, as DDP
-      does. A schedule that changes with the epoch (Ada) needs ``epochs`` and ``steps_per_epoch``.
+    - ``graph``: a name, a Graph or a Schedule over the workers. ``"auto"`` averages gradients over all of them, in 8 bits where the network
+      is waited for; ``"all-reduce"`` in float32. A schedule that changes with the epoch (Ada) needs ``epochs`` and ``steps_per_epoch``.
     - ``method``: what a step does, a name with options (``"qgm:beta=0.9"``) or a Method. ``"awc"``, adapt while combine:
       x <- W x - η d(x), the exchange runs under forward and backward; ``"atc"``, adapt then combine: x <- W (x - η d(x)), which waits for
-      it. By default the schedule's: atc for ``"ada-auto"``, else awc. ``order`` is an older name for the same argument.
+      it. By default the graph's: atc for ``"ada-auto"``, else awc. ``order`` is an older name for the same argument.
     - ``local_steps``: average every that many steps.
     - ``wire``: ``"bfloat16"`` halves what goes to neighbours; one's own copy stays exact.
     - ``send_copy``: send from a copy, so that a slow receiver does not hold a fast sender; costs one pass over the parameters.
@@ -92,7 +92,7 @@ class DecentralizedDataParallel(Wrapper):
         checks.check_choice("init", init, ("broadcast", "keep"))
         if order is not None and method is not None:
             raise GossamerError(f"order={order!r} and method={method!r} say the same thing; give method alone")
-        how = Averaging.of(graph, method, wire, local_steps, order)
+        how = checks.with_graph(Averaging.of(graph, method, wire, local_steps, order))
         checks.refuse_merge(how.method)
         checks.refuse_unfit(module)
         self._show(module)
@@ -100,31 +100,26 @@ class DecentralizedDataParallel(Wrapper):
         link = open_link(self._flat.device, timeout, joins=True)
         self._exchange = Exchange(link) if link else None
         self._seat = Seat.taken() if self._exchange is not None and self._flat.device.type == "cpu" else None
-        self.averages_gradients = how.averages_gradients
         self.rank = self._seat.rank if self._seat else link.rank if link else 0
         mixer = self._mixer = Mixer(self._exchange.size if self._exchange else 1, self._exchange, how.wire, send_copy)
         mixer.check_finite = check_finite
         planned = self._seat.size if self._seat else mixer.n
-        self.schedule = schedule(checks.over_hosts(how.graph), planned, (ALL_REDUCE, "auto"))
-        self.local_steps, self.send_copy = local_steps, send_copy
+        self.schedule = schedule(how.graph, planned, (ALL_REDUCE,))
+        self.local_steps = local_steps
         if self.schedule.by_epoch and not (epochs and steps_per_epoch):
             raise GossamerError(
                 f"graph {self.schedule.describe()!r} changes with the epoch, so it must know them: "
                 "DecentralizedDataParallel(…, epochs=90, steps_per_epoch=len(loader)), in optimizer steps"
             )
         how.refuse(self.schedule)
-        self.method = how.rule(self.schedule, "awc")
-        drive = Driver(self._flat, mixer, self.method, self.schedule, self.rank, how.every, epochs or 1, steps_per_epoch)
-        self._driver = drive
+        drive = self._driver = Driver(self._flat, mixer, how, self.schedule, self.rank, epochs or 1, steps_per_epoch)
         if self.schedule.watches and self._exchange is not None:
             mixer.probe = Probe(self._exchange, weakly(drive.rate), weakly(drive.learnt))
         self.require_backward_grad_sync = True  # as in torch's DDP: see no_sync()
         self._stretches = 0
         self._also: Mapping[str, Any] = {}
         self._writer = Writer()
-        self._written: tuple[int, Path, tuple[int, ...]] | None = (
-            None  # in the background, the last time: step, folder, members
-        )
+        self._written: tuple[int, Path, tuple[int, ...]] | None = None  # in the background, the last time
         self._watch = Watch(self._driver, alike=init == "broadcast") if self._exchange is not None else None
         # Not as a decorator: that would load the whole compiler when Gossamer is imported.
         self._plainly = torch.compiler.disable(weakly(self._on_forward))
@@ -146,6 +141,14 @@ class DecentralizedDataParallel(Wrapper):
     def steps(self) -> int:
         """Steps done."""
         return self._driver.steps
+
+    @property
+    def method(self) -> Method:
+        return self._driver.method
+
+    @property
+    def averages_gradients(self) -> bool:
+        return all(method.averages == "gradients" for method in self._driver.methods)
 
     @property
     def order(self) -> str:
@@ -224,7 +227,8 @@ class DecentralizedDataParallel(Wrapper):
         """
         checks.refuse_moment(self, "gossip()", busy=True)
         optimizers = checks.own_optimizers(optimizers, self._bare(), self._flat.names)
-        self.method.refuse(self.schedule.first(), optimizers, self.steps)
+        for rule in self._driver.methods:
+            rule.refuse(self.schedule.first(), optimizers, self.steps)
         self._driver.journal.attend(profile_every, on_profile, log)
         self._agree(
             {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +20,8 @@ from gossamer.checkpoints.snapshot import Layout, Snapshot
 from gossamer.errors import GossamerError
 from gossamer.members.changes import Survival
 from gossamer.members.store import Seat
-from gossamer.methods import ALL_REDUCE
+from gossamer.methods import ALL_REDUCE, Policy
+from gossamer.parallel import policies
 from gossamer.rows.block import Block, local_buffers
 from gossamer.schedules import rebuilt, schedule
 from gossamer.transport.exchange import Exchange
@@ -111,7 +113,12 @@ def load(model: DecentralizedDataParallel, folder: Path, also: Mapping[str, Any]
 
     def check(found: Snapshot, where: str) -> None:
         here = _setup_of(model, found.setup) if f"-of-{found.setup.get('workers')}." in where else _whole_setup(model)
-        snapshot.refuse_other(found, here, layout(model), where)
+        before, fitting = found.setup.get("graph"), layout(model)
+        if here["graph"] == "auto" != before:
+            said = f"before 0.2 a gossip graph was the default; give graph={before!r} to go on as it was"
+            fitting = replace(fitting, instead=said)
+        snapshot.refuse_other(found, here, fitting, where)
+        policies.take_method(driver, found.parts, where)
         worker.check(_relaid(model, found.parts, where), where, model._bare(), driver.optimizers, also, driver.now)
 
     exchange, local = model._exchange, local_buffers(model._bare())
@@ -192,6 +199,7 @@ def capture(model: DecentralizedDataParallel, also: Mapping[str, Any]) -> dict[s
 def restore(model: DecentralizedDataParallel, parts: dict[str, Any], where: str, also: Mapping[str, Any]) -> None:
     driver, blocks = model._driver, model._flat.blocks
     driver.adopt()
+    policies.take_method(driver, parts, where)
     parts = _relaid(model, parts, where)
     driver.signals = worker.restore(parts, where, model._bare(), driver.optimizers, model.schedule, also, driver.now)
     here = _names(blocks)
@@ -261,7 +269,7 @@ def survival(model: DecentralizedDataParallel, seat: Seat, exchange: Exchange) -
         signature,
         driver.fault,
         layout(model),
-        equal=model.averages_gradients or model.method.alike,
+        equal=model.averages_gradients or any(method.alike for method in driver.methods),
     )
     if seat.joins:
         driver.steps = made.position()
@@ -269,13 +277,14 @@ def survival(model: DecentralizedDataParallel, seat: Seat, exchange: Exchange) -
 
 
 def layout(model: DecentralizedDataParallel) -> Layout:
-    return worker.layout(model._driver.now.part)
+    driver = model._driver
+    return worker.layout(driver.now.part, others=[method.name for method in driver.methods] if len(driver.methods) > 1 else ())
 
 
 def setup(model: DecentralizedDataParallel) -> dict[str, str]:
     """What must be the same on all workers, and in a checkpoint."""
-    graph, order = model.schedule.describe(), model.method.describe()
-    if model.method.name == ALL_REDUCE:
+    graph, order = model.schedule.describe(), model._driver.planned.describe()
+    if order.startswith(ALL_REDUCE) and not isinstance(model.schedule, Policy):
         graph, order = ALL_REDUCE, "awc"  # as checkpoints have it
     return {"graph": graph, "order": order, "local_steps": str(model.local_steps), "workers": str(model.size)}
 

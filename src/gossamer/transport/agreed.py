@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gossamer.graphs.rounds import Mean
 from gossamer.rows import codec, mixing
 from gossamer.rows.movement import mean_of_codes
 from gossamer.rows.vector import Vector
@@ -83,7 +82,7 @@ class AgreedMean:
                     elif len(x) == 1 and out.data_ptr() == x.data_ptr():
                         self._mixer.mean_in_place(out[0], "all-reduce")
                     else:
-                        row = x.mean(dim=0)
+                        row = _mean(x)
                         self._mixer.mean_in_place(row, "all-reduce")
                         out.copy_(row)
 
@@ -97,7 +96,7 @@ class _Part:
         self._coded = wire.share(x.dtype) < 1
         self._flags = -(-width // wire.span) if width < self._columns else None
         self._split = -(-width // wire.span) * wire.unit  # where flags begin in a code
-        self._sent = self._encoded(x) if self._coded else x if len(x) == 1 else x.mean(dim=0, keepdim=True)
+        self._sent = self._encoded(x) if self._coded else x if len(x) == 1 else _mean(x).unsqueeze(0)
         self._out = self._sent
         self._flight: Operation | None = None
         self._places: tuple[int, ...] = ()
@@ -132,7 +131,7 @@ class _Part:
     def mean(self) -> Tensor:
         mixer, exchange = self._mixer, self._mixer.exchange
         if exchange is None:
-            return self._decoded(self._here(self._sent)) if self._coded else self._like.mean(dim=0)
+            return self._decoded(self._here(self._sent)) if self._coded else _mean(self._like)
         what = "all-reduce"
 
         def start() -> Operation:
@@ -145,7 +144,7 @@ class _Part:
         if mixer.agrees:
             return self._decoded(self._out[0]) if self._coded else self._out[0]
         rows = exchange.reachable(self._sent.flatten(), what).reshape(-1, self._sent.shape[1])
-        return self._decoded(self._here(rows)) if self._coded else rows.mean(dim=0)
+        return self._decoded(self._here(rows)) if self._coded else _mean(rows)
 
     def _here(self, codes: Tensor) -> Tensor:
         out = torch.empty_like(codes[0])
@@ -159,12 +158,15 @@ class _Part:
 
         def apply(x: Tensor, y: Tensor) -> None:
             if not self._coded:
-                mixing.mix(Mean(size), x, y)
-                return
-            mean_of_codes(x, len(x), y[0], self._turn, first, self._wire, self._flags)
-            y[1:] = y[:1]
+                mixing.mean(x, y[0])
+            else:
+                mean_of_codes(x, len(x), y[0], self._turn, first, self._wire, self._flags)
 
-        return exchange.slices(self._sent, self._out, range(size), apply, tag, what=what, unit=unit)
+        return exchange.slices(self._sent, self._out, range(size), apply, tag, what=what, unit=unit, alike=True)
+
+
+def _mean(rows: Tensor) -> Tensor:
+    return mixing.mean(rows, torch.empty_like(rows[0]))
 
 
 def _with(vector: Vector, plus: Vector | None) -> list[Tensor]:

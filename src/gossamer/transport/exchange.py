@@ -106,10 +106,12 @@ class Exchange:
         what: str = "step",
         between: Between | None = None,
         unit: int = 1,
+        alike: bool = False,
     ) -> Operation:
         """``out [r, D]`` <- my rows of ``apply`` over the rows of all members. ``apply(x, y)`` fills y from x, both
         ``[members · r, some columns]``, rows in the order of members; ``scratch`` is room for them. ``between``: an exchange
-        with others than the members before ``apply``, by edges, of what ``prepare(x)`` made. ``unit``: columns that must stay together."""
+        with others than the members before ``apply``, by edges, of what ``prepare(x)`` made. ``unit``: columns that must stay together.
+        ``alike``: all members get the same, so y is ``[r, some columns]``."""
         r, width = rows.shape
         me = members.index(self.rank)
         owned = [columns(width, len(members), k, unit) for k in range(len(members))]
@@ -118,21 +120,22 @@ class Exchange:
         operation = Operation(
             self, what, tag, frozenset(self.living[q] for q in (members if between is None else range(self.size)))
         )
-        x, y = scratch or tuple(rows.new_empty(2, len(members) * r, mine.stop - mine.start))
-        others = [(k, peer) for k, peer in enumerate(members) if k != me]
         place = {k: slice(k * r, (k + 1) * r) for k in range(len(members))}
+        made = dict.fromkeys(place, slice(0, r)) if alike else place
+        x, y = scratch or (rows.new_empty(places[len(members) - 1].stop, mine.stop - mine.start) for places in (place, made))
+        others = [(k, peer) for k, peer in enumerate(members) if k != me]
         to_owners = self._messages(
             operation, [(peer, rows[:, owned[k]]) for k, peer in others], [(peer, x[place[k]]) for k, peer in others]
         )
         back = self._messages(
-            operation, [(peer, y[place[k]]) for k, peer in others], [(peer, out[:, owned[k]]) for k, peer in others]
+            operation, [(peer, y[made[k]]) for k, peer in others], [(peer, out[:, owned[k]]) for k, peer in others]
         )
         x[place[me]].copy_(rows[:, mine])
 
         def give_back() -> Works:
             if x.shape[1]:
                 apply(x, y)
-                out[:, mine].copy_(y[place[me]])
+                out[:, mine].copy_(y[made[me]])
             return self._post(operation, back)
 
         later: list[Stage] = [give_back]

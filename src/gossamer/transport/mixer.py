@@ -7,7 +7,6 @@ the process computes. A caller never knows how many processes there are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -318,13 +317,21 @@ class Mixer:
         """A flat tensor becomes its mean over all processes."""
         if self.exchange is not None and self.exchange.guard is not None:
             row.copy_(self.mean(row, what, acknowledged=True))
-        elif self.exchange is not None:  # what is sent has left before anything comes back: one buffer is enough
-            self._start_mean(self.exchange, row, row, what).wait()
+        elif (exchange := self.exchange) is not None:  # what is sent has left before anything comes back: one buffer is enough
+            mine = exchange.owned(len(row), range(exchange.size))
+            x, y = (self._buffer(rows, mine.stop - mine.start, row) for rows in (exchange.size, 1))
+            self._start_mean(exchange, row, row, what, (x[: exchange.size], y[:1])).wait()
+            self.give_back([x, y])
 
     @staticmethod
-    def _start_mean(exchange: Exchange, row: Tensor, out: Tensor, what: str) -> Operation:
-        apply, tag = partial(mixing.mix, Mean(exchange.size)), exchange.collective_tag(what)
-        return exchange.slices(row.unsqueeze(0), out.unsqueeze(0), range(exchange.size), apply, tag, what=what)
+    def _start_mean(
+        exchange: Exchange, row: Tensor, out: Tensor, what: str, scratch: tuple[Tensor, Tensor] | None = None
+    ) -> Operation:
+        def apply(x: Tensor, y: Tensor) -> None:
+            mixing.mean(x, y[0])
+
+        members, tag = range(exchange.size), exchange.collective_tag(what)
+        return exchange.slices(row.unsqueeze(0), out.unsqueeze(0), members, apply, tag, scratch, what, alike=True)
 
     @torch.inference_mode(False)  # a thread writes to what is made here, and it is in no inference mode
     @torch.no_grad()
@@ -367,17 +374,19 @@ class Mixer:
         self._departures = [departure for departure in self._departures if departure[0] == step]
 
     def _take(self, part: Part, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A buffer for as long as the transfer lasts. They are used again from step to step."""
-        rows, columns = shape
+        """A buffer for as long as the transfer lasts."""
+        part.held.append(self._buffer(shape[0], shape[1], part.x, dtype))
+        return part.held[-1][: shape[0]]
+
+    def _buffer(self, rows: int, columns: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Of at least so many rows. They are used again from step to step, once they are given back."""
+        dtype = dtype or like.dtype
         free = self._buffers.setdefault((columns, dtype), [])
         fits = next((k for k, buffer in enumerate(free) if len(buffer) >= rows), None)
         if fits is None:
             free.clear()  # a Round that brings more rows than any before
-            buffer = torch.empty(rows, columns, dtype=dtype, device=part.x.device)
-        else:
-            buffer = free.pop(fits)
-        part.held.append(buffer)
-        return buffer[:rows]
+            return torch.empty(rows, columns, dtype=dtype, device=like.device)
+        return free.pop(fits)
 
     def give_back(self, buffers: Sequence[Tensor]) -> None:
         for buffer in buffers:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph, plain_name
 from gossamer.methods.around import Around
-from gossamer.methods.base import METHODS, Method, known, method
+from gossamer.methods.base import ALL_REDUCE, METHODS, Method, known, method
 from gossamer.methods.policies.base import Policy
 from gossamer.rows.wires import ANY_METHOD, BFLOAT16, EXACT, OF_MEANS, WIRES, spelled, wire
 from gossamer.schedules import Schedule
@@ -39,7 +39,7 @@ class Averaging:
     @property
     def starts_alike(self) -> str:
         """Why replicas must start the same, if they must."""
-        if self.averages_gradients:
+        if self.averages_gradients or self.graph == "auto":
             return "averages gradients"
         return "takes outer steps from one point" if self.method is not None and self.method.alike else ""
 
@@ -48,6 +48,10 @@ class Averaging:
         if isinstance(planned, Policy):
             return planned.method(self.method)
         return self.method or method(default)
+
+    def rules(self, planned: Schedule, default: str) -> tuple[Method, ...]:
+        """All that a step may have."""
+        return planned.methods(self.method) if isinstance(planned, Policy) else (self.rule(planned, default),)
 
     def refuse(self, planned: Schedule) -> None:
         """What the schedule, or the method, can't work with."""
@@ -76,6 +80,8 @@ class Averaging:
     ) -> Averaging:
         """From separate arguments. A graph by the name of all-reduce, or one of its other names, is that method. ``order``: the method,
         if the graph is another one and ``rule`` is not given."""
+        if graph == "auto" and (rule, order, every) == (None, None, 1) and spelled(wire) != EXACT.name:
+            rule = ALL_REDUCE  # auto chooses the wire by itself
         chosen, name = None if rule is None else method(rule), known(plain_name(graph)) if isinstance(graph, str) else ""
         if isinstance(graph, str) and name in METHODS.makers and (own := method(graph)).graphless:
             if chosen is not None and chosen.graphless and chosen.name != own.name:

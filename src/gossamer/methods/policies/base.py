@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 from gossamer.methods.base import Method
 from gossamer.schedules.base import Schedule
@@ -11,6 +12,26 @@ from gossamer.schedules.base import Schedule
 class Policy(Schedule):
     """A schedule that also says which method a step runs. Its graphs say how often rows travel, and in how many bits."""
 
+    def __repr__(self) -> str:
+        return f"<{self.describe()}: {self.changes[-1].reason if self.changes else 'not used yet'}>"
+
     @abstractmethod
     def method(self, chosen: Method | None = None) -> Method:
-        """``chosen``: what the person asked for, if anything."""
+        """Of the step that :meth:`decide` was last asked for. ``chosen``: what the person asked for, if anything."""
+
+    def methods(self, chosen: Method | None = None) -> tuple[Method, ...]:
+        """All that it may choose."""
+        return (self.method(chosen),)
+
+    def times(self, step: int) -> bool:
+        """Whether it wants to know how long this step takes."""
+        return False
+
+    def timed(self, step: int, seconds: float, mean: float) -> Sequence[float]:
+        """After a step: how long it took this worker, and how long of that its mean of gradients. Returns what all workers must know now;
+        mostly nothing."""
+        return ()
+
+    def agree(self, step: int, everyone: Sequence[Sequence[float]]) -> str:
+        """What :meth:`timed` has returned on each worker; nothing if they could not agree. Returns what to tell the person."""
+        return ""
