@@ -26,7 +26,8 @@ from benchmarks import chart
 from benchmarks.frontier_steps import COMPUTE_MS, work
 from benchmarks.timing import console, verdict
 from gossamer.dbench.analysis import Estimate, estimate
-from studies.figures import Experiment, experiments, say, with_tables
+from studies.experiment import Experiment, experiments, say
+from studies.tables import with_tables
 
 ROOT = Path(__file__).parent.parent
 STEPS = ROOT / "docs" / "frontier.json"

@@ -1,6 +1,7 @@
 """Methods of the field, held to their equations and to each other (the cross-method table): on quadratics, in double precision."""
 
 import contextlib
+import itertools
 
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ def test_momentum_tracking_without_momentum_is_gradient_tracking(n, start):
 
 @pytest.mark.parametrize("n", SIZES)
 def test_the_mean_of_what_is_tracked_is_that_of_what_it_tracks(n):
-    for rule, tracker, tracked in (("momentum-tracking", "y", "m"), ("gt-nsgdm", "y", "v")):
+    for rule, tracker, tracked in (("tracking", "y", "g"), ("momentum-tracking", "y", "m"), ("gt-nsgdm", "y", "v")):
         for now in Run(rule, "ring", n=n, lr=0.02).steps(60):
             state = now.now.state
             close(state[tracker].tensors[0].mean(0), state[tracked].tensors[0].mean(0), 1e-11)
@@ -266,13 +267,15 @@ def distance(x):
     return float((x - x.mean(0)).square().sum(1).mean().sqrt())
 
 
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("inner", ["atc", "awc", "qgm", "tracking"])
-def test_control_without_a_target_is_the_method_alone(inner):
-    assert torch.equal(after(40, f"{inner} + control:target=inf", "ring"), after(40, inner, "ring"))
+def test_control_without_a_target_is_the_method_alone(inner, n):
+    assert torch.equal(after(40, f"{inner} + control:target=inf", "ring", n=n), after(40, inner, "ring", n=n))
 
 
-def test_control_to_nothing_on_the_complete_graph_is_exact_averaging():
-    made = Run("atc + control:target=0,rounds=1", "complete")
+@pytest.mark.parametrize("n", SIZES)
+def test_control_to_nothing_on_the_complete_graph_is_exact_averaging(n):
+    made = Run("atc + control:target=0,rounds=1", "complete", n=n)
     for now in made.steps(20):
         assert distance(now.x) < 1e-12
 
@@ -393,8 +396,8 @@ def test_adagossip_is_its_equation():
 
 
 def test_adam_with_averages_now_and_then():
-    for rule, plain in (("d-adam", "atc"), ("cd-adam:gamma=1,wire=float32", "atc")):
-        close(after(40, rule, "ring"), after(40, plain, "ring"), 1e-10)
+    for rule, n in itertools.product(("d-adam", "cd-adam:gamma=1,wire=float32"), SIZES):
+        close(after(40, rule, "ring", n=n), after(40, "atc", "ring", n=n), 1e-10)
     for rule in ("d-adam:p=3", "cd-adam:p=3,gamma=1,wire=float32"):
         made, w = Run(rule, "ring"), matrix("ring", N)
         x = made.x.clone()
@@ -448,6 +451,9 @@ def test_quantized_push_sum_on_an_exact_wire_is_push_sum():
     close(after(60, "push-sum:wire=bfloat16,gamma=1", graph), after(60, "push-sum", graph), 0.05)  # bfloat16 is no exact wire
     exact = method("push-sum:gamma=0.999999999999")  # compresses, on float32: x̂ is x
     close(after(60, exact, graph), after(60, "push-sum", graph), 1e-9)
+    for n in SIZES:
+        close(after(40, exact, "directed-exponential", n=n), after(40, "push-sum", "directed-exponential", n=n), 1e-9)
+        close(after(40, exact, "ring", n=n), after(40, "atc", "ring", n=n), 1e-9)  # columns and rows sum to 1: gossip SGD
 
 
 def test_compressed_methods_refuse_graphs_that_change():

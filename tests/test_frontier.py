@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import field, frontier, frontier_steps
 from gossamer.rows.block import Block
 from gossamer.rows.vector import Gradients
-from studies.figures import Experiment
+from studies.experiment import Experiment
 from tests.pool import on_workers
 
 N, STEPS, START, RANK = 2, 5, 2, 2

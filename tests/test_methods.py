@@ -1,6 +1,7 @@
 """The methods of room 5, held to their equations: on quadratics in double precision, where optimum and bias are known exactly."""
 
 import contextlib
+import itertools
 from dataclasses import dataclass
 
 import networkx as nx
@@ -282,6 +283,11 @@ def test_on_an_undirected_graph_push_sum_is_decentralized_sgd():
 # --- All methods --------------------------------------------------------------------------------------------------------------
 
 
+def keeps_the_mean(name):
+    """In adagossip each number has a step of its own, in qg-adam each replica."""
+    return not method(name).graphless and name not in ("adagossip", "qg-adam")
+
+
 def graph_for(rule):
     return DIRECTED if rule.sums == "columns" else "complete" if rule.graphless else "ring"
 
@@ -290,11 +296,21 @@ def graph_for(rule):
 def test_replicas_that_are_equal_and_see_the_same_are_as_one_alone(name):
     compressed = name in ("choco", "cd-adam", "adagossip")  # 8 bits round at random, and on each replica in another way
     text = f"{name}:wire=float32" if compressed else name
-    made = Run(text, "ring", h=H[:1].expand(N, -1), a=A[:1].expand(N, -1))
-    with torch.no_grad():
-        made.block.x.copy_(made.block.x[:1].expand(N, -1))
-    for now, alone in zip(made.steps(40), Run(text, "ring", n=1).steps(40), strict=True):
-        close(now.x, alone.x.expand(N, -1))
+    for graph, n in itertools.product(("ring", "complete"), (2, 5, 8)):
+        made = Run(text, graph, n=n, h=H[:1].expand(N, -1), a=A[:1].expand(N, -1))
+        with torch.no_grad():
+            made.block.x.copy_(made.block.x[:1].expand(n, -1))
+        for now, alone in zip(made.steps(40), Run(text, graph, n=1).steps(40), strict=True):
+            close(now.x, alone.x.expand(n, -1))
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(METHODS.makers) if keeps_the_mean(name)])
+def test_without_gradients_the_mean_stays(name):
+    for n in (1, 2, 5, 8):
+        made = Run(name, "ring", n=n, h=torch.zeros_like(H))
+        mean = made.x.mean(0)
+        for now in made.steps(30):
+            close(now.x.mean(0), mean, 1e-5 if name in ("choco", "cd-adam") else 1e-12)
 
 
 @pytest.mark.parametrize("name", sorted(METHODS.makers))

@@ -134,6 +134,11 @@ BAD = [
     (changed('"linear"', '"cubic"'), "learning_rate.scaling: "),
     (changed('"loop"', '"magic"'), "backend: .*'magic' is not known"),
     (changed("lr = 0.2, ", "speed = 2, "), "methods.2.speed is not a known key"),
+    # Nothing is said of the list on account of one method in it.
+    (
+        changed("lr = 0.2, ", 'wire = "sign", '),
+        "^spec: methods.2.wire: wire='sign' is not for these rows, [^;]*; [^;]*'4bits'$",
+    ),
     (changed("[0.3, 0.6]", "[30, 60]"), r"learning_rate: milestones=\[30(.0)?, 60(.0)?\]: they are fractions of all steps"),
     (
         changed('shape = "step-decay"\n', ""),

@@ -10,7 +10,7 @@ import scipy.stats
 from gossamer import GossamerError
 from gossamer.dbench.runner import bench
 from gossamer.dbench.spec import build, load
-from studies import extract, figures, small
+from studies import extract, figures, small, tables
 from studies.__main__ import RESULTS, parts, selected
 
 
@@ -31,7 +31,7 @@ def test_every_figure_of_the_page_is_there():
     text = "".join(page.read_text() for page in figures.PAGES)
     for path in (figures.PAGE.parent / "study").iterdir():
         assert f"study/{path.name}" in text
-    assert all(f"<!-- table: {name} -->" in text for name in figures.TABLES)
+    assert all(f"<!-- table: {name} -->" in text for name in tables.TABLES)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in RESULTS.glob("*.json")))

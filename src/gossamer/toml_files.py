@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo
 
 from gossamer.errors import GossamerError
 
@@ -96,7 +96,15 @@ def _value(change: str, text: str) -> Any:
     return found["value"] if len(found) == 1 else text
 
 
-def explain(fault: Any, whole: type[BaseModel], parts: Mapping[str, type[BaseModel]]) -> str:
+def explained(error: ValidationError, whole: type[BaseModel], parts: Mapping[str, type[BaseModel]]) -> str:
+    """The first five of pydantic's faults. What it says of a table or list because of a fault inside of it is left out."""
+    faults = error.errors()
+    within = {fault["loc"][:k] for fault in faults for k in range(len(fault["loc"]))}
+    shown = [fault for fault in faults if fault["loc"] not in within][:5]
+    return "; ".join(_explain(fault, whole, parts) for fault in shown)
+
+
+def _explain(fault: Any, whole: type[BaseModel], parts: Mapping[str, type[BaseModel]]) -> str:
     """One of pydantic's faults as: which key, what is wrong, what would be right.
 
     ``parts``: the tables of ``whole`` by their key, to know which keys they take."""

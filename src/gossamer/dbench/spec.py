@@ -27,7 +27,7 @@ from gossamer.rows.batch_norm import BatchNorm
 from gossamer.rows.wires import OF_MEANS, wire
 from gossamer.schedules import schedule
 from gossamer.spelling import plain_name
-from gossamer.toml_files import Part, Shelf, changed, explain, parsed, stored
+from gossamer.toml_files import Part, Shelf, changed, explained, parsed, stored
 from gossamer.trainer import Settings
 
 CENTRALIZED = "centralized"
@@ -354,7 +354,7 @@ def build(raw: Mapping[str, Any], where: str = "spec", stored: bool = False) -> 
     try:
         spec = Spec.model_validate(raw, context={"stored": True} if stored else None)
     except ValidationError as error:
-        raise GossamerError(f"{where}: " + "; ".join(explain(fault, Spec, _PARTS) for fault in error.errors()[:5])) from None
+        raise GossamerError(f"{where}: {explained(error, Spec, _PARTS)}") from None
     if not stored:
         spec.check()
     return spec

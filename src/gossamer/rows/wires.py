@@ -195,5 +195,10 @@ def wire(name: str | Wire, among: tuple[Wire, ...]) -> Wire:
     known = {one.name: one for one in among}
     name = spelled(name)
     if name not in known:
-        raise GossamerError(f"wire={name!r} is not known; rows travel as {' or '.join(map(repr, known))}")
+        why = (
+            "is not for these rows, but for methods that have a wire as an option, such as choco"
+            if name in WIRES
+            else "is not known"
+        )
+        raise GossamerError(f"wire={name!r} {why}; rows travel as {' or '.join(map(repr, known))}")
     return known[name]

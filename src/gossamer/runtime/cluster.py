@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from gossamer.errors import GossamerError
 from gossamer.runtime.noise import KINDS, Noise
 from gossamer.runtime.workload import Workload
-from gossamer.toml_files import Shelf, explain, parsed
+from gossamer.toml_files import Shelf, explained, parsed
 
 _MOST = 10_000_000  # workers
 
@@ -250,7 +250,7 @@ def build(raw: Mapping[str, Any], where: str = "cluster") -> Cluster:
     try:
         return Cluster.model_validate(raw)
     except ValidationError as error:
-        raise GossamerError(f"{where}: " + "; ".join(explain(f, Cluster, _PARTS) for f in error.errors()[:5])) from None
+        raise GossamerError(f"{where}: {explained(error, Cluster, _PARTS)}") from None
 
 
 def parse(text: str, where: str = "cluster") -> Cluster:

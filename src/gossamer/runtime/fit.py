@@ -37,7 +37,7 @@ from gossamer.runtime.cluster import Cluster, Part
 from gossamer.runtime.methods import Method, StochasticGradientPush, parse
 from gossamer.runtime.model import simulate
 from gossamer.runtime.workload import Workload
-from gossamer.toml_files import explain
+from gossamer.toml_files import explained
 
 _ITERATIONS = 48
 # How much a stated bandwidth or latency weighs against the table: a factor e is like an error of so much in one time.
@@ -222,9 +222,7 @@ def tables(raw: Mapping[str, Any], where: str = "table") -> tuple[Table, ...]:
     try:
         return _File.model_validate(raw).cluster
     except ValidationError as error:
-        raise GossamerError(
-            f"{where}: " + "; ".join(explain(f, _File, {"cluster": Table}) for f in error.errors()[:5])
-        ) from None
+        raise GossamerError(f"{where}: {explained(error, _File, {'cluster': Table})}") from None
 
 
 def load(path: Path) -> tuple[Table, ...]:
