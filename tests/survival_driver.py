@@ -77,6 +77,8 @@ def main(out, graph, steps, pause, options):
             time.sleep(float(slow.split(",")[2]))
         if saves and model.steps == 20:
             model.save(out / "kept")
+        if "later" in options and model.steps % 50 == 0:
+            model.save(out / "later", background=True)
         (out / f"{name}.step").write_text(str(model.steps))
         if dies == f"{rank},{model.steps}" and not record["changes"]:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -218,6 +218,14 @@ def test_the_copies_are_what_the_neighbours_know():
         assert (now.x - copy).abs().max() > 0
 
 
+def test_each_vector_that_travels_is_counted():
+    made = {name: Run(name, "ring") for name in ("atc", "tracking")}
+    for run in made.values():
+        for _ in run.steps(4):
+            pass
+    assert made["tracking"].now.bytes == 2 * made["atc"].now.bytes > 0
+
+
 def test_choco_counts_the_bytes_of_its_wire():
     made = {wire: Run(f"choco:wire={wire}", "ring") for wire in ("float32", "8bits")}
     for run in made.values():

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from gossamer.checkpoints.shards import whole_steps
 from tests.commands import in_fork
 from tests.workers import ROOT
 
@@ -83,7 +84,9 @@ def started(job, n):
 
 def test_workers_die_hang_are_late_and_come_back(tmp_path):
     """One job, because starting processes is what takes time here. Its graph moves rows by edges and by slices in turn."""
-    with Campaign(tmp_path, 5, "base:k=2", launch=["--restart", "2", "--evict-after", "4"], options=["slow=1,20,5"]) as job:
+    with Campaign(
+        tmp_path, 5, "base:k=2", launch=["--restart", "2", "--evict-after", "4"], options=["slow=1,20,5", "later=1"]
+    ) as job:
         for rank in range(5):
             job.wait_for(lambda rank=rank: job.pid(rank))
         job.wait_for(lambda: job.step() >= 30)  # rank 1 was late, by more than the time after which a silent one is evicted
@@ -114,6 +117,12 @@ def test_workers_die_hang_are_late_and_come_back(tmp_path):
     assert len([rank for change in records[1]["changes"] for rank in change[3]]) == 4  # nobody else was given up
     assert out.count("was killed by SIGKILL") == 6, out  # as it happens, and in the summary
     assert "terminate called" not in out, out
+    # What was saved in the background is whole in the end, and what is older is gone.
+    (step, size), *others = whole_steps(tmp_path / "later")
+    assert size == 5
+    assert len(others) < 3
+    assert step > min(record["ended"] for record in records.values()) - 100
+    assert not [path for path in (tmp_path / "later").glob("*.ckpt") if int(path.name[5:14]) < step - 100]
 
 
 def test_a_host_that_is_gone_and_the_store_with_it(tmp_path):

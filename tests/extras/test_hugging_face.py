@@ -46,11 +46,17 @@ def test_gossip(found):
         assert accelerated["spread"] > 0
 
 
-@pytest.mark.parametrize("trainer", [Trainer, GossamerTrainer])
-def test_a_wrapped_model_is_refused_with_advice(trainer, tmp_path):
+@pytest.mark.parametrize(
+    ("trainer", "advice"),
+    [
+        (Trainer, "was given a DecentralizedDataParallel; give the bare model to .*GossamerTrainer"),
+        (GossamerTrainer, "wraps the model itself; give it the bare model"),
+    ],
+)
+def test_a_wrapped_model_is_refused_with_advice(trainer, advice, tmp_path):
     model = DecentralizedDataParallel(
         GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50, n_positions=16))
     )
-    with pytest.raises(GossamerError, match=r"was given a DecentralizedDataParallel; give the bare model to .*GossamerTrainer"):
+    with pytest.raises(GossamerError, match=advice):
         trainer(model=model, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
     model.close()

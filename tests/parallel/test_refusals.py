@@ -31,8 +31,10 @@ def test_bad_arguments_are_refused(world):
         world.model(nn.LazyLinear(3))
     with pytest.raises(GossamerError, match="meta"):
         world.model(nn.Linear(3, 3, device="meta"))
-    with pytest.raises(GossamerError, match="DistributedDataParallel already"):
+    with pytest.raises(GossamerError, match=" DistributedDataParallel already"):
         world.model(nn.parallel.DistributedDataParallel(small()))
+    with pytest.raises(GossamerError, match=" DecentralizedDataParallel already; give Gossamer the bare module"):
+        world.model(nn.Sequential(world.model()))
 
 
 @on_workers(2)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gossamer.checkpoints import checkpoint, snapshot
-from gossamer.checkpoints.background import Writer
+from gossamer.checkpoints.background import Commit, Writer
 from gossamer.checkpoints.checkpoint import Unreadable
 from gossamer.checkpoints.snapshot import AVERAGED, INSTEAD, Layout, Snapshot
 from gossamer.errors import GossamerError
@@ -66,9 +66,16 @@ def remove_later(folder: Path, step: int) -> None:
 
 
 def write_later(
-    writer: Writer, folder: Path, step: int, place: int, size: int, parts: dict[str, Any], setup: Mapping[str, Any]
+    writer: Writer,
+    commit: Commit | None,
+    folder: Path,
+    step: int,
+    place: int,
+    size: int,
+    parts: dict[str, Any],
+    setup: Mapping[str, Any],
 ) -> None:
-    """As :func:`write`, by a thread: what is written is copied now, and what can't be is refused now."""
+    """As :func:`write` and :func:`prune`, by a thread: what is written is copied now, and what can't be is refused now."""
     tensors, listed = snapshot.pack(parts)
     path, metadata = (
         path_of(folder, step, place, size),
@@ -77,8 +84,16 @@ def write_later(
     copies = writer.copy(tensors)
 
     def work() -> None:
-        remove_later(folder, step)
-        checkpoint.write(path, copies, metadata)
+        written = False
+        try:
+            remove_later(folder, step)
+            checkpoint.write(path, copies, metadata)
+            written = True
+        finally:
+            if commit is not None:
+                commit.say(written)
+        if commit is None or commit.heard(writer.pause):
+            prune(folder, step, size)
 
     writer.start(work)
 

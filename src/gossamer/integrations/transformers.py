@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gossamer.errors import GossamerError
 from gossamer.graphs import Graph
 from gossamer.integrations import needs, replicas
+from gossamer.parallel import DecentralizedDataParallel
 from gossamer.schedules import Schedule
 
 with needs("transformers"):
@@ -43,6 +45,8 @@ class GossamerTrainer(Trainer):
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
+        if isinstance(self.model, DecentralizedDataParallel):
+            raise GossamerError("GossamerTrainer wraps the model itself; give it the bare model")
         super().create_accelerator_and_postprocess()
         GossamerAccelerator.of(self.accelerator, *self._averaging)
 

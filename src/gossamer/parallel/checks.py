@@ -13,6 +13,7 @@ from torch import nn
 from gossamer.errors import GossamerError
 from gossamer.graphs import told_hosts
 from gossamer.methods import Averaging, Method
+from gossamer.parallel.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from gossamer.parallel.module import DecentralizedDataParallel
@@ -36,8 +37,8 @@ def refuse_unfit(module: nn.Module) -> None:
         kind = type(part).__name__
         if kind in ("FullyShardedDataParallel", "FSDPModule"):
             raise GossamerError(f"module {name or kind!r} is sharded by {kind}: Gossamer averages whole models")
-        if isinstance(part, nn.parallel.DistributedDataParallel):
-            raise GossamerError(f"module {name or kind!r} is a DistributedDataParallel already; give Gossamer the bare module")
+        if isinstance(part, nn.parallel.DistributedDataParallel) or (isinstance(part, Wrapper) and not part.is_copy):
+            raise GossamerError(f"module {name or kind!r} is a {kind} already; give Gossamer the bare module")
         if isinstance(part, nn.SyncBatchNorm) and any(device.type == "cpu" for device in devices):
             raise GossamerError(
                 f"module {name or kind!r} is a SyncBatchNorm, which runs on GPUs only; leave convert_sync_batchnorm() out: each worker "

@@ -119,7 +119,7 @@ class DecentralizedDataParallel(Wrapper):
         self._stretches = 0
         self._also: Mapping[str, Any] = {}
         self._writer = Writer()
-        self._written: tuple[int, Path, tuple[int, ...]] | None = None  # in the background, the last time
+        self._saved = (-1, 0)  # in the background, the last time: the step, and how often before in the same step
         self._watch = Watch(self._driver, alike=init == "broadcast") if self._exchange is not None else None
         # Not as a decorator: that would load the whole compiler when Gossamer is imported.
         self._plainly = torch.compiler.disable(weakly(self._on_forward))
@@ -390,9 +390,10 @@ class DecentralizedDataParallel(Wrapper):
         self._refuse_busy("close()")
         self._driver.detach()
         self.is_copy, self._watch = True, None
+        problem = self._writer.finish()
         if self._exchange is not None:
             self._exchange.drop()
-        if (problem := self._writer.finish()) is not None:
+        if problem is not None:
             raise problem
 
     def _refuse_busy(self, what: str) -> None:

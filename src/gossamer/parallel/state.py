@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.checkpoints import checkpoint, shards, snapshot, worker
+from gossamer.checkpoints.background import Commit, not_written
 from gossamer.checkpoints.checkpoint import Unreadable
 from gossamer.checkpoints.mean import mean
 from gossamer.checkpoints.snapshot import Layout, Snapshot
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def save(model: DecentralizedDataParallel, folder: Path, also: Mapping[str, Any]) -> None:
-    problem, parts = model._writer.finish(), capture(model, also)
+    problem, parts = _finish(model), capture(model, also)
     with model.consensus():
         averaged = {name: t.clone() for name, t in model.state_dict().items() if isinstance(t, Tensor)}
     while True:
@@ -51,20 +52,31 @@ def save(model: DecentralizedDataParallel, folder: Path, also: Mapping[str, Any]
 
 
 def save_in_background(model: DecentralizedDataParallel, folder: Path, also: Mapping[str, Any]) -> None:
-    writer, driver = model._writer, model._driver
-    problem, before = writer.finish(), model._written
-    if (fault := driver.fault()) is not None:
-        if driver.survival is not None:
-            driver.survival.leave(fault)  # the others save theirs
-            return
-        problem = problem or GossamerError(f"save(): {fault.describe(model.rank)}; a checkpoint from before may help")
-    parts = capture(model, also)
-    _together(model, problem)
+    """What goes wrong on one worker is an error there at once, and with the next save on all others: no worker waits for another one."""
+    writer, driver, exchange, step = model._writer, model._driver, model._exchange, model.steps
+    if (problem := _finish(model)) is not None:
+        raise problem
+    last, count = model._saved
+    model._saved = step, count + 1 if last == step else 0
+    commit = Commit(exchange, f"{step}/{model._saved[1]}") if exchange is not None else None
     members = model.members
-    if before is not None and before[1:] == (folder, members):  # it is whole: all that were in it have got here
-        shards.prune(folder, before[0], len(members))
-    shards.write_later(writer, folder, model.steps, members.index(model.rank), len(members), parts, _whole_setup(model))
-    model._written = model.steps, folder, members
+    try:
+        if (fault := driver.fault()) is not None:
+            if driver.survival is not None:
+                driver.survival.leave(fault)  # the others save theirs
+                return
+            raise GossamerError(f"save(): {fault.describe(model.rank)}; a checkpoint from before may help")
+        parts, place = capture(model, also), members.index(model.rank)
+        shards.write_later(writer, commit, folder, step, place, len(members), parts, _whole_setup(model))
+    except Exception:  # a person's own state_dict may raise anything
+        if commit is not None:
+            commit.say(False)
+        raise
+
+
+def _finish(model: DecentralizedDataParallel) -> GossamerError | None:
+    """What was saved in the background before. All workers hear of it if one could not write."""
+    return model._writer.finish(model._exchange.link.timeout if model._exchange is not None else None)
 
 
 def export(model: DecentralizedDataParallel, folder: Path) -> None:
@@ -103,8 +115,7 @@ def _together(model: DecentralizedDataParallel, problem: GossamerError | None) -
     if problem is not None:
         raise problem
     if any(failed):
-        ranks = ", ".join(str(rank) for rank, bad in zip(model.members, failed, strict=True) if bad)
-        raise GossamerError(f"what rank {ranks} saves was not written (that worker says why); what was there before is kept")
+        raise not_written(rank for rank, bad in zip(model.members, failed, strict=True) if bad)
 
 
 def load(model: DecentralizedDataParallel, folder: Path, also: Mapping[str, Any], resize: Resize = "refuse") -> bool:

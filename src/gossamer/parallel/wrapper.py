@@ -24,6 +24,7 @@ _TRAINERS = "accepts_loss_kwargs"
 
 class Wrapper(nn.Module):
     module: nn.Module
+    is_copy: bool
 
     def _show(self, module: nn.Module) -> None:
         self.module = module

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossamer.errors import GossamerError
-from gossamer.transport.store_client import Silent, StoreClient
+from gossamer.transport.store_client import Answer, Silent, StoreClient
 
 _FOREVER = timedelta(days=7)  # gloo's own timeouts close all pairs of a group; we keep our own time (see exchange.py)
 _NEVER = 0x7FFFFFFF  # a tag that is never sent: the last part of the last collective
@@ -265,6 +265,10 @@ class Link:
         except (RuntimeError, Silent):
             return {}
         return json.loads(said) if said else {}
+
+    def ask(self, question: Callable[[Any], Answer], timeout: float) -> Answer:
+        """``question(store)``, by a thread: see :class:`StoreClient`."""
+        return self._status.ask(question, timeout)
 
     def discard(self) -> None:
         """Give back its threads and descriptors. No operation is under way."""

@@ -26,14 +26,16 @@ class StoreClient:
         self._connect = connect
         self._questions: queue.SimpleQueue[tuple[Callable[[Any], Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
 
     def ask(self, question: Callable[[Any], Answer], timeout: float) -> Answer:
         """``question(store)``, in the thread. After :class:`Silent` the thread may still be at it, and the next question comes after."""
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_answer, args=(self._questions, self._connect), name="gossamer-store", daemon=True
-            )
-            self._thread.start()
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_answer, args=(self._questions, self._connect), name="gossamer-store", daemon=True
+                )
+                self._thread.start()
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._questions.put((question, answers))
         try:
