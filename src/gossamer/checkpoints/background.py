@@ -31,6 +31,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._problem: GossamerError | None = None
         self._copies: dict[str, Tensor] = {}  # kept from one save to the next: fresh memory would take longer than copying
+        self._last = (-1, 0)  # the step of the last save, and how many there were before it in that step
         self._awaited = threading.Event()
         self._deadline: float | None = None  # once it is awaited; None: it does not wait for others
 
@@ -44,6 +45,12 @@ class Writer:
             self._copies[key].copy_(tensor.detach())
         self._copies = {key: self._copies[key] for key in tensors}
         return self._copies
+
+    def key(self, step: int) -> str:
+        """Of the save that comes: new for each, and the same on all workers, newcomers included."""
+        last, count = self._last
+        self._last = step, count + 1 if step == last else 0
+        return f"{step}/{self._last[1]}"
 
     def start(self, write: Callable[[], object]) -> None:
         def work() -> None:

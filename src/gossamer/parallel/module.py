@@ -119,7 +119,6 @@ class DecentralizedDataParallel(Wrapper):
         self._stretches = 0
         self._also: Mapping[str, Any] = {}
         self._writer = Writer()
-        self._saved = (-1, 0)  # in the background, the last time: the step, and how often before in the same step
         self._watch = Watch(self._driver, alike=init == "broadcast") if self._exchange is not None else None
         # Not as a decorator: that would load the whole compiler when Gossamer is imported.
         self._plainly = torch.compiler.disable(weakly(self._on_forward))
