@@ -5,6 +5,7 @@ another order. The rules are those that the real threads run (``member.py``, ``c
 is the world around them. A :class:`Violation` says what a worker saw that must not be:
 
 - a collective's result is the mean of exactly its voters, the same for all of them, or an error;
+- no row of one collective is taken for that of another;
 - an evicted worker returns no value;
 - two members that live, and have lost each other, do not train on apart;
 - two members that live are in the same epoch when they begin the same step;
@@ -78,6 +79,7 @@ class Flight:
         self.failing: set[int] = set()  # operations with these are about to raise
         self.done = self.graced = False
         self.call = worker.call  # of a collective: what was sent stays as it is until that ends
+        self.content = (tag[0], worker.calls.number) if self.call else tag
         member = worker.member
         self.peers = frozenset(needs) | frozenset(sends)
         worker.flight = self
@@ -165,7 +167,7 @@ class Worker:
         world.tickets[ticket] = self
         self.calls = Collectives(self.member, "job/votes")
         self.links = set() if joins else {0}
-        self.inbox: set[tuple] = set()
+        self.inbox: dict[tuple, tuple] = {}  # of each message, what it is a row of
         self.torn: set[tuple] = set()
         self.wanted: list[tuple[int, int]] = []  # (newcomer's ticket, number): copies of my state
         self.alive, self.stopped, self.was_stopped = True, False, False
@@ -176,7 +178,7 @@ class Worker:
         self.pauses = 0.0  # it looks for votes again at this time, or when one is cast
         self.ticking = False
         self.next_tick = 0.0
-        self.counts: dict[int, int] = {}  # of each link, collectives that were tried
+        self.counts: dict[int, int] = {}  # on each link, collectives that were tried since the epoch began
         self.voters: tuple[int, ...] = ()
         self.call: object = None  # the collective that it is in
         self.step = 0
@@ -385,7 +387,7 @@ class Worker:
             yield from self.join()
             return
         if member.part.due(self.step):
-            self.counts = {member.part.roster.group: 64}
+            self.counts = {}
         member.part = member.part.begun(self.step)
 
     def join(self) -> Script:
@@ -417,7 +419,7 @@ class Worker:
         member = self.member
         self.step = member.step = member.part.roster.start
         member.part = member.part.begun(self.step)
-        self.counts = {member.group: 64}
+        self.counts = {}
 
     @property
     def shut_out(self) -> bool:
@@ -453,6 +455,8 @@ class Worker:
             ]
             if not self.torn.isdisjoint(used):
                 raise Violation(f"rank {self.rank} uses a torn row at step {self.step}")
+            if any(self.inbox[message] != flight.content for message in used):
+                raise Violation(f"rank {self.rank} takes a row of another collective for one of {flight.content}")
 
     def check_apart(self, flight: Flight) -> None:
         world = self.world
@@ -479,7 +483,10 @@ class Worker:
                 self.voters = end.value
                 break
             if type(effect) is Fly:
-                tag = self.counts[effect.epoch] = self.counts.get(effect.epoch, 0) + 1
+                if effect.epoch not in member.useful:
+                    raise Violation(f"rank {self.rank} has closed the connections of group {effect.epoch}")
+                count = self.counts[effect.epoch] = self.counts.get(effect.epoch, 0) + 1
+                tag = (self.calls.number[0], count)
                 me = member.members[effect.epoch].index(member.ticket)
                 others = [k for k in effect.places if k != me]
                 flight = Flight(self, effect.epoch, ("collective", tag), others, others, True)
@@ -495,9 +502,9 @@ class Worker:
                     self.hand_out()
                 result = yield effect
         self.call = None
-        world.returned(self, (self.calls._epoch, self.calls._calls), value)
+        world.returned(self, self.calls.number, value)
 
-    def acknowledged(self, whole: bool, epoch: int, tag: int, others: list[int]) -> Generator[Any, Any, bool]:
+    def acknowledged(self, whole: bool, epoch: int, tag: tuple, others: list[int]) -> Generator[Any, Any, bool]:
         """All tell all others whether it came."""
         said, members = self.world.said, self.member.members[epoch]
         said[epoch, tag, self.ticket] = whole
@@ -542,7 +549,7 @@ class World:
         self._stalls = random.Random(~seed ^ 1)
         self.builds: dict[int, dict[int, Worker]] = {}
         self.results: dict[Any, frozenset[int]] = {}
-        self.said: dict[tuple[int, int, int], bool] = {}  # (epoch, number, ticket): whether a mean of gradients came
+        self.said: dict[tuple[int, tuple, int], bool] = {}  # (group, tag, ticket): whether a mean of gradients came
         self.last_fault = 0.0
         self.running = self.n
         self.workers = [Worker(self, rank, rank, False) for rank in range(self.n)]
@@ -660,7 +667,7 @@ class World:
         def arrive() -> None:
             if self.broken and (epoch, min(sender, receiver), max(sender, receiver)) in self.broken:
                 return
-            other.inbox.add(message)
+            other.inbox.setdefault(message, flight.content)
             # The sender has given the receiver up, and changes its memory. (What it sends in the second stage lies elsewhere.)
             changed = flight.call is None or flight.call != flight.worker.call
             if changed and place in flight.lost and flight.stage == 0 and (epoch, sender, receiver) not in self.half:
@@ -794,6 +801,8 @@ class World:
     def _faults(self) -> None:
         rng = self.rng
         horizon = 0.2 + self.last * self.compute * 0.6
+        if self._stalls.random() < 0.1:  # perhaps while a collective waits for a connection that is silent
+            self.after(horizon + 8 * self._stalls.random(), None, self.kill)
         for _ in range(rng.choice((1, 1, 2))):
             at = rng.random() * horizon
             fault = rng.choice((self.kill, self.kill, self.stop, self.stop_store, self.stop_all, self.glitch))
@@ -833,11 +842,16 @@ class World:
 
     def _stall(self, killed: Worker) -> None:
         """Beside a death: a connection between two that live brings nothing any more, and does not break."""
-        epoch = killed.member.group
+        epoch = self._used(killed)
         group = sorted(set(killed.member.members.get(epoch, ())) - {killed.ticket})
         if len(group) > 1 and not self.uneven and self._stalls.random() < 0.2:  # members that leave keep their connections
             a, b = self._stalls.sample(group, 2)
             self.stalled.add((epoch, min(a, b), max(a, b)))
+
+    def _used(self, worker: Worker) -> int:
+        """A group whose connections it has: that of its epoch, or the newest."""
+        newest = worker.member.part.roster.newest.number
+        return newest if newest in worker.links and self._stalls.random() < 0.5 else worker.member.group
 
     def _tell(self, ticket: int, why: str) -> None:
         """The launcher's word."""
@@ -904,8 +918,8 @@ class World:
             return
         self.last_fault = max(self.last_fault, self.now)
         a, b = self.rng.sample(living, 2)
-        epoch = a.member.group
-        if b.member.group == epoch and b.ticket in a.member.members[epoch] and a.ticket in b.member.members[epoch]:
+        epoch = self._used(a)
+        if epoch in a.links & b.links and b.ticket in a.member.members[epoch]:
             self.after(self.rng.random() * 0.1, a, lambda: self._errors(a, epoch, b.ticket))
             if self.rng.random() < 0.4:
                 self.half.add((epoch, a.ticket, b.ticket))
