@@ -3,6 +3,7 @@
     python -m benchmarks.reliability scripts     # four small scenarios, 20 runs of each; about 30 minutes
     python -m benchmarks.reliability kills       # 30 times SIGKILL, with collectives in each step; about 8 minutes
     python -m benchmarks.reliability pauses      # 30 times SIGSTOP for 1 to 60 s; about 20 minutes
+    python -m benchmarks.reliability wraps       # 200 models in one process, one after the other; about 2 minutes
 
 ``--busy 4`` runs four busy loops beside the jobs: races show more often on a loaded machine. ``--seed`` makes the choices the same again;
 the moments still depend on the machine. The exit code is 1 if a job did not end as promised. ``--out`` gets a record of each job.
@@ -10,6 +11,7 @@ the moments still depend on the machine. The exit code is 1 if a job did not end
 - scripts: a suspended worker, a death between means, the death of the leader before the end, the only worker of a host that dies.
 - kills: ``mean()`` in each step, ``consensus()`` in every 7th, ``save()`` in every 50th. No job is lost, all ranks finish, each mean is
   that of the members, the replicas agree in the end, and there is a whole checkpoint on disk at any time.
+- wraps: descriptors, threads and memory stay the same.
 - pauses: of a worker, of the launcher, of all workers, of everything. All workers finish, and the replicas agree.
 
 The parameters are checksums of themselves (``reliability_scripts/train.py``), so torn and foreign rows show in each step.
@@ -50,7 +52,7 @@ from benchmarks.reliability_jobs import (
 from benchmarks.reliability_scripts.train import STEP
 
 GRAPHS = ("one-peer-exponential", "complete", "periodic:every=1,bits=8")
-REPEATS = {"scripts": 20, "kills": 30, "pauses": 30}
+REPEATS = {"scripts": 20, "kills": 30, "pauses": 30, "wraps": 200}
 KILLS_PER_JOB, PAUSES_PER_JOB = 5, 4
 TARGETS = ("one worker", "the launcher", "all workers", "everything")
 TOGETHER_SECONDS = (
@@ -58,6 +60,7 @@ TOGETHER_SECONDS = (
 )
 BACK_SECONDS = 60.0  # for all workers to be together again after a pause
 RUNNING_SECONDS, LAST_RUNNING_SECONDS = 12.0, 30.0  # after a pause, and after the last one of a job
+GROWTH_MB = 10.0  # what an allocator keeps; a model that stays costs 4 MB, so 180 of them 720
 TAIL_LINES = 40
 
 
@@ -239,6 +242,26 @@ def _longest_step(job: Job, begin: float, end: float, without: list[int]) -> flo
     return longest
 
 
+# --- Wraps --------------------------------------------------------------------------------------------------------------------
+
+
+def wraps(repeats: int, rng: random.Random, longest: float) -> Iterator[dict[str, Any]]:
+    command = ["-n", "2", str(SCRIPTS / "wraps.py"), str(repeats)]
+    yield record("wraps", f"{repeats} in one process", [command], functools.partial(_wraps, repeats))
+
+
+def _wraps(repeats: int, job: Job, found: dict[str, Any]) -> list[str]:
+    wrong = [f"exit codes {codes}"] if any(codes := job.codes(LIMIT_SECONDS + 2 * repeats)) else []
+    found["results"] = job.results()
+    for rank, result in found["results"].items():
+        for what, seen in zip(("descriptors", "threads", "MB"), zip(*result["seen"], strict=True), strict=True):
+            first, last = seen[min(20, repeats // 2)], seen[-1]
+            print(f"     rank {rank}: {what} {seen[0]} after the first, {first} after the 21st, {last} after the last")
+            if last > first + (GROWTH_MB if what == "MB" else 0):
+                wrong.append(f"rank {rank}: {first} {what}, then {last}")
+    return wrong
+
+
 # --- The run --------------------------------------------------------------------------------------------------------------------
 
 
@@ -294,8 +317,9 @@ def table(campaign: str, jobs: list[dict[str, Any]]) -> str:
         "scripts": "",
         "kills": " kills | longest until all are together |",
         "pauses": " pauses | longest until all are together |",
+        "wraps": "",
     }
-    rows = [f"| {'script' if campaign == 'scripts' else 'graph'} | jobs | as promised |{faults[campaign]} mean time of a job |"]
+    rows = [f"| {'graph' if faults[campaign] else 'script'} | jobs | as promised |{faults[campaign]} mean time of a job |"]
     rows.append("| --- " * (rows[0].count("|") - 1) + "|")
     for kind in dict.fromkeys(job["kind"] for job in jobs):
         some = [job for job in jobs if job["kind"] == kind]
@@ -321,7 +345,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a JSON file, written after each job")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    campaign = {"scripts": scripts, "kills": kills, "pauses": pauses}[args.campaign]
+    campaign = {"scripts": scripts, "kills": kills, "pauses": pauses, "wraps": wraps}[args.campaign]
     repeats = args.repeats if args.repeats is not None else REPEATS[args.campaign]
     jobs: list[dict[str, Any]] = []
     began = time.monotonic()
