@@ -85,6 +85,23 @@ def test_a_delayed_outer_step_keeps_what_was_trained_meanwhile():
     close(same_start("diloco:H=4,delay=2", 22), x)
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+def test_each_fragment_takes_outer_steps_of_its_own(delay):
+    x = phi = sent = torch.linspace(-1, 1, COLUMNS, dtype=torch.float64).expand(N, -1)
+    x, phi, sent, momentum = x.clone(), phi.clone(), sent.clone(), torch.zeros_like(x)
+    for t in range(22):
+        x = local_steps(x, 1)
+        for part, first in ((slice(0, 2), 0), (slice(2, 5), 1), (slice(5, 8), 2)):
+            if (t + 1 - first) % 4 == 0:
+                sent[:, part] = x[:, part]
+            if (t + 1 - first) % 4 == delay and t >= delay:
+                moved = (phi - sent)[:, part].mean(0, keepdim=True)
+                momentum[:, part] = 0.9 * momentum[:, part] + moved
+                phi[:, part] -= 0.7 * (moved + 0.9 * momentum[:, part])
+                x[:, part] += phi[:, part] - sent[:, part]
+    close(same_start(f"diloco:H=4,delay={delay},fragments=3", 22), x)
+
+
 def test_slowmo_measures_momentum_in_units_of_the_learning_rate():
     rates = [0.1, 0.05, 0.02, 0.0, 0.1]
     run = Run("slowmo:H=1,beta=0.5", "complete")
@@ -252,7 +269,14 @@ def test_moments_are_averaged_wherever_the_optimizer_has_them(rule):
 
 # --- In the Trainer -----------------------------------------------------------------------------------------------------------
 
-CROSSING = ["diloco:H=4,delay=2", "diloco:H=5,delay=4,wire=8bits", "local:H=4,delay=3,wire=4bits", "noloco:H=4,delay=3"]
+CROSSING = [
+    "diloco:H=4,delay=2",
+    "diloco:H=5,delay=4,wire=8bits",
+    "local:H=4,delay=3,wire=4bits",
+    "noloco:H=4,delay=3",
+    "diloco:H=5,delay=4,wire=8bits,fragments=3",
+    "noloco:H=4,delay=2,fragments=2",
+]
 
 
 @pytest.mark.parametrize("rule", CROSSING)
@@ -294,6 +318,11 @@ def test_replicas_that_fail_and_come_back_during_an_exchange_begin_at_the_same_p
         (lambda: method("diloco:H=0"), "method 'diloco': H=0 is out of range; it is in \\[1, inf\\)"),
         (lambda: method("local:delay=8"), "method 'local': delay=8 is out of range; it is in \\[0, 8\\)"),
         (lambda: method("diloco:lr=0"), "method 'diloco': lr=0.0 is out of range"),
+        (lambda: method("diloco:H=4,fragments=5"), "method 'diloco': fragments=5 is out of range; it is in \\[1, 4\\]"),
+        (
+            lambda: method("diloco:fragments=2,moments=reset"),
+            "'diloco': moments=reset begins all moments anew, and fragments=2",
+        ),
         (lambda: method("slowmo:beta=1"), "method 'slowmo': beta=1.0 is out of range"),
         (
             lambda: method("diloco:feedback=true"),

@@ -56,7 +56,7 @@ def test_no_step_waits_for_an_exchange_that_is_due_later(world):
     if world.rank:
         time.sleep(0.5)
     train(world, model, optimizer, 3, 3)  # those of steps 3, 4 and 5
-    transfer = model._driver.now.crossing["outer"]
+    transfer = model._driver.now.crossing["outer.0"]
     if not world.rank:
         assert not all(part._flight.done.is_set() for parts in transfer._parts for part in parts)
     train(world, model, optimizer, 1, 6)

@@ -28,8 +28,9 @@ class DiLoCo(Outer):
     def state(self, like: Vector) -> dict[str, Vector]:
         return super().state(like) | ({"momentum": like.zeros()} if self.momentum else {})
 
-    def outer(self, s: Step, anchor: Vector, moved: Vector) -> None:
+    def outer(self, s: Step, state: dict[str, Vector], moved: Vector) -> None:
+        anchor = state["anchor"]
         anchor.sub_(moved, alpha=self.lr)
         if self.momentum:
-            momentum = s.state["momentum"].mul_(self.momentum).add_(moved)
+            momentum = state["momentum"].mul_(self.momentum).add_(moved)
             anchor.sub_(momentum, alpha=self.lr * self.momentum)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gossamer.methods.outer import Outer
+from gossamer.methods.outer import Fragment, Outer
 from gossamer.methods.step import Step
 from gossamer.rows.vector import Vector
 from gossamer.rows.wires import EXACT, WIRES
@@ -27,14 +27,14 @@ class Local(Outer):
     def state(self, like: Vector) -> dict[str, Vector]:
         return {} if self._plain else super().state(like)
 
-    def send(self, s: Step, x: Vector, turn: int) -> AgreedMean | Transfer:
-        return s.mean(x) if self._plain else super().send(s, x, turn)
+    def send(self, s: Step, own: Fragment, turn: int) -> AgreedMean | Transfer:
+        return s.mean(own.x) if self._plain else super().send(s, own, turn)
 
-    def step(self, s: Step, moved: Vector) -> None:
+    def step(self, s: Step, own: Fragment, moved: Vector) -> None:
         if self._plain:
-            s.x.copy_(moved)
+            own.x.copy_(moved)
         else:
-            super().step(s, moved)
+            super().step(s, own, moved)
 
-    def outer(self, s: Step, anchor: Vector, moved: Vector) -> None:
-        anchor.sub_(moved)
+    def outer(self, s: Step, state: dict[str, Vector], moved: Vector) -> None:
+        state["anchor"].sub_(moved)

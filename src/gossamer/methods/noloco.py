@@ -9,7 +9,7 @@ import numpy as np
 
 from gossamer.graphs import weights
 from gossamer.graphs.rounds import Round
-from gossamer.methods.outer import Outer
+from gossamer.methods.outer import Fragment, Outer
 from gossamer.methods.step import Step
 from gossamer.rows.vector import Vector
 from gossamer.rows.wires import WIRES
@@ -49,11 +49,12 @@ class NoLoCo(Outer):
         order = np.random.default_rng([self.seed, turn, n]).permutation(n).tolist()
         return weights.pairs(n, zip(order[0 : n - 1 : 2], order[1::2], strict=True))
 
-    def send(self, s: Step, x: Vector, turn: int) -> Transfer:
-        return s.mix(x, wire=WIRES[self.wire], round=self.peers(s.graph.n, turn))
+    def send(self, s: Step, own: Fragment, turn: int) -> Transfer:
+        return s.mix(own.state.get("before", own.x), wire=WIRES[self.wire], round=self.peers(s.graph.n, turn))
 
-    def outer(self, s: Step, anchor: Vector, moved: Vector) -> None:
-        momentum = s.state["momentum"].mul_(self.momentum).add_(moved, alpha=self.lr).sub_(anchor, alpha=self.lr)
+    def outer(self, s: Step, state: dict[str, Vector], moved: Vector) -> None:
+        anchor = state["anchor"]
+        momentum = state["momentum"].mul_(self.momentum).add_(moved, alpha=self.lr).sub_(anchor, alpha=self.lr)
         anchor.add_(momentum)
 
     def average(self, s: Step, *vectors: Vector) -> None:

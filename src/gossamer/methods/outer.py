@@ -19,6 +19,15 @@ from gossamer.transport.agreed import AgreedMean
 from gossamer.transport.transfer import Transfer
 
 
+class Fragment:
+    """What an outer step sees: the k-th of so many parts of the columns, of parameters and of the method's own state."""
+
+    def __init__(self, s: Step, k: int, of: int) -> None:
+        self.k, self.name = k, f"outer.{k}"
+        self.x = s.x.part(k, of)
+        self.state = {name: vector.part(k, of) for name, vector in s.state.items()}
+
+
 @dataclass(frozen=True)
 class Outer(Method):
     """Each replica trains H steps alone. Then φ, which is the same on all, takes a step by the mean movement, mean(φ - x); x <- φ.
@@ -26,6 +35,7 @@ class Outer(Method):
     - ``H``: local steps. ``wire``: how the movement travels.
     - ``feedback``: what the wire has lost of a movement is added to the next one; by default with a wire that rounds.
     - ``delay``: the outer step follows so many local steps after the movement has set out, and these are kept: x <- x + φ - (x as sent).
+    - ``fragments``: the columns in so many parts. Each has a period of H steps, and they set out one after the other, at even distances.
     - ``moments``: of the inner optimizer, at an outer step. ``own``: kept; ``mean``: averaged; ``reset``: begun anew.
     """
 
@@ -34,16 +44,22 @@ class Outer(Method):
     wire: MeanWireName = "float32"
     feedback: bool | None = None
     delay: int = 0
+    fragments: int = 1
     moments: Literal["own", "mean", "reset"] = "own"
 
     def __post_init__(self) -> None:
         wire(self.wire, OF_MEANS)
         self.within("H", "[1, inf)")
         self.within("delay", f"[0, {self.H})")
+        self.within("fragments", f"[1, {self.H}]")
         if self.feedback and WIRES[self.wire] is EXACT:
             self._refuse("feedback=true adds what a wire has lost, and float32 loses nothing; add wire=8bits or 4bits")
         if self.moments == "mean" and self.delay:
             self._refuse(f"moments=mean is done at once, and delay={self.delay} is later; use moments=own, or delay=0")
+        if self.moments == "reset" and self.fragments > 1:
+            self._refuse(
+                f"moments=reset begins all moments anew, and fragments={self.fragments} have their steps apart; use moments=own"
+            )
 
     def _refuse(self, why: str) -> None:
         raise GossamerError(f"method {self.name!r}: {why}")
@@ -67,46 +83,54 @@ class Outer(Method):
 
     def after_update(self, s: Step) -> None:
         s.look()
-        phase = (s.t + 1) % self.H
+        for k in range(self.fragments):
+            self._exchange(s, Fragment(s, k, self.fragments))
+
+    def phase(self, t: int, fragment: int) -> int:
+        """How many steps before step t the fragment's last exchange set out, after a step itself; 0: in this one."""
+        return (t + 1 - fragment * self.H // self.fragments) % self.H
+
+    def _exchange(self, s: Step, own: Fragment) -> None:
+        phase = self.phase(s.t, own.k)
         if phase == 0:
             if self.delay:
-                s.state["before"].copy_(s.x)
-            s.crossing["outer"] = self.send(s, s.state.get("before", s.x), s.t)
-        elif phase <= self.delay and s.t >= self.H and "outer" not in s.crossing:
+                own.state["before"].copy_(own.x)
+            s.crossing[own.name] = self.send(s, own, s.t)
+        elif phase <= min(self.delay, s.t) and own.name not in s.crossing:
             # Of a checkpoint, or with other members than it set out with: once more, as it was.
-            s.crossing["outer"] = self.send(s, s.state["before"], s.t - phase)
-        if phase == self.delay and "outer" in s.crossing:
-            self.arrive(s)
+            s.crossing[own.name] = self.send(s, own, s.t - phase)
+        if phase == self.delay and own.name in s.crossing:
+            self.arrive(s, own)
 
-    def send(self, s: Step, x: Vector, turn: int) -> AgreedMean | Transfer:
-        moved, lost = s.state["anchor"] - x, s.state.get("lost")
+    def send(self, s: Step, own: Fragment, turn: int) -> AgreedMean | Transfer:
+        moved, lost = own.state["anchor"] - own.state.get("before", own.x), own.state.get("lost")
         return s.mean(moved, wire=WIRES[self.wire], turn=turn, ahead=self.delay > 0, plus=lost)
 
-    def arrive(self, s: Step) -> None:
-        transfer, arrived = s.crossing.pop("outer"), s.x.zeros()
+    def arrive(self, s: Step, own: Fragment) -> None:
+        transfer, arrived = s.crossing.pop(own.name), own.x.zeros()
         transfer.into(arrived)
         if not s.sound(arrived):
             return  # on no worker; the next one carries both movements
         if self._keeps_lost and isinstance(transfer, AgreedMean):
-            s.state["lost"].copy_(transfer.lost[0])
-        self.step(s, arrived)
+            own.state["lost"].copy_(transfer.lost[0])
+        self.step(s, own, arrived)
         if self.moments == "reset":
             s.reset_moments()
         elif self.moments == "mean":
             made = s.moments()
-            self.average(s, *made.values())
+            self.average(s, *(vector.part(own.k, self.fragments) for vector in made.values()))
             s.set_moments(made)
 
-    def step(self, s: Step, moved: Vector) -> None:
+    def step(self, s: Step, own: Fragment, moved: Vector) -> None:
         """φ takes its step, and x follows. ``moved``: what has arrived."""
-        anchor, before = s.state["anchor"], s.state.get("before")
-        self.outer(s, anchor, moved)
+        anchor, before = own.state["anchor"], own.state.get("before")
+        self.outer(s, own.state, moved)
         if before is None:
-            s.x.copy_(anchor)
+            own.x.copy_(anchor)
         else:
-            s.x.add_(anchor).sub_(before)
+            own.x.add_(anchor).sub_(before)
 
-    def outer(self, s: Step, anchor: Vector, moved: Vector) -> None:
+    def outer(self, s: Step, state: dict[str, Vector], moved: Vector) -> None:
         raise NotImplementedError
 
     def average(self, s: Step, *vectors: Vector) -> None:

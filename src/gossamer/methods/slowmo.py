@@ -29,9 +29,10 @@ class SlowMo(Outer):
     def state(self, like: Vector) -> dict[str, Vector]:
         return super().state(like) | {"u": like.zeros()}
 
-    def outer(self, s: Step, anchor: Vector, moved: Vector) -> None:
+    def outer(self, s: Step, state: dict[str, Vector], moved: Vector) -> None:
+        anchor = state["anchor"]
         if not s.lr:
             anchor.sub_(moved, alpha=self.lr)
             return
-        u = s.state["u"].mul_(self.beta).add_(moved, alpha=1 / s.lr)
+        u = state["u"].mul_(self.beta).add_(moved, alpha=1 / s.lr)
         anchor.sub_(u, alpha=self.lr * s.lr)

@@ -49,6 +49,13 @@ class Vector:
         dtype = torch.promote_types(first.dtype, torch.float32)
         return Vector([torch.ones(first.shape[0], columns, dtype=dtype, device=first.device)])
 
+    def part(self, k: int, of: int) -> Vector:
+        """The k-th of so many parts of the columns, as views."""
+        if of == 1:
+            return self
+        sent = [numel * (k + 1) // of - numel * k // of for numel in self.numels]
+        return Vector([x[:, len(x[0]) * k // of : len(x[0]) * (k + 1) // of] for x in self.tensors], sent)
+
     def clone(self) -> Vector:
         return Vector([tensor.clone() for tensor in self.tensors], self.numels)
 

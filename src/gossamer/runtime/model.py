@@ -194,42 +194,44 @@ class AllReduceStepper(GossipStepper):
 
 
 class OuterStepper(GossipStepper):
-    """Local steps, and an outer one in every H-th, whose exchange runs under the next ``delay`` steps."""
+    """Local steps, and an outer one in every H-th, whose exchange runs under the next ``delay`` steps. Fragments set out one after the
+    other, and one that finds another under way waits for it."""
 
     def __init__(self, cluster: Cluster, workload: Workload, method: Gossip, rule: Outer) -> None:
         super().__init__(cluster, workload, method)
         self.rule = rule
-        self.flying: tuple[Array, Array, float] | None = (
-            None  # when it arrives; if all had been there; what it takes afterwards
-        )
+        # Of each fragment: when it arrives; if all had been there; what it takes afterwards.
+        self.flying: dict[int, tuple[Array, Array, float]] = {}
 
     def round(self, t: int, epoch: int, epochs: int) -> Round:
         return self.rule.peers(self.n, t) if isinstance(self.rule, NoLoCo) else super().round(t, epoch, epochs)
 
     def make(self, round_: Round) -> Transfer:
+        size = self.work.row_bytes / self.rule.fragments
         if isinstance(self.rule, NoLoCo):
-            return network.by_library(self.cluster, round_, self.work.row_bytes, self.method.volume)
-        return network.of_mean(self.cluster, round_, self.work.row_bytes, self.method.volume, self.method.coded)
+            return network.by_library(self.cluster, round_, size, self.method.volume)
+        return network.of_mean(self.cluster, round_, size, self.method.volume, self.method.coded)
 
     def step(self, t: int, factor: Array, epoch: int, epochs: int) -> None:
         computed = (self.work.forward + self.work.backward) * factor + self.update
-        new, waited = self.start + computed, np.zeros(1)
-        if (t + 1) % self.rule.H == 0:
-            transfer = self.transfer(self.round(t, epoch, epochs))
-            before, after, _ = self.prices(transfer)
-            self.sent += float(np.max(transfer.sent))
-            new = new + before
-            self.flying = np.maximum(*transfer.run(new)), new + transfer.seconds, after
-        if self.flying is not None and (t + 1) % self.rule.H == self.rule.delay:
-            arrived, alone, after = self.flying
-            self.flying = None
-            there = np.maximum(new, arrived)
-            waited, new = np.maximum(there - np.maximum(new, alone), 0.0), there + after
+        new, waited, share = self.start + computed, np.zeros(self.n), 1 / self.rule.fragments
+        for k in range(self.rule.fragments):
+            phase = self.rule.phase(t, k)
+            if phase == 0:
+                transfer = self.transfer(self.round(t, epoch, epochs))
+                before, after, _ = self.prices(transfer)
+                self.sent += float(np.max(transfer.sent))
+                new = new + before * share
+                go = np.maximum.reduce([new, *(arrives for arrives, _, _ in self.flying.values())])
+                self.flying[k] = np.maximum(*transfer.run(go)), go + transfer.seconds, after * share
+            if phase == self.rule.delay and k in self.flying:
+                arrived, alone, after = self.flying.pop(k)
+                there = np.maximum(new, arrived)
+                waited, new = waited + np.maximum(there - np.maximum(new, alone), 0.0), there + after
         self.count(new, computed, waited)
 
     def drain(self) -> None:
-        if self.flying is not None:
-            self.start = np.maximum(self.start, self.flying[0])
+        self.start = np.maximum.reduce([self.start, *(arrives for arrives, _, _ in self.flying.values())])
 
 
 class PipelineStepper(Stepper):
