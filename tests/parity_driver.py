@@ -32,6 +32,7 @@ OUTER = (
     "diloco:H=4,wire=8bits,moments=reset",
     "slowmo:H=4,wire=bfloat16",
     "diloco:H=6,delay=3,wire=8bits,fragments=3",
+    "diloco:H=4,delay=2,fragments=2,moments=shared",
     "noloco:H=4,delay=2,fragments=2",
     "all-reduce:wire=8bits",
     "all-reduce:wire=4bits,feedback=true",

@@ -276,6 +276,7 @@ CROSSING = [
     "noloco:H=4,delay=3",
     "diloco:H=5,delay=4,wire=8bits,fragments=3",
     "noloco:H=4,delay=2,fragments=2",
+    "local:H=5,delay=2,fragments=2,moments=shared",
 ]
 
 

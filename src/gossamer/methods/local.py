@@ -22,7 +22,7 @@ class Local(Outer):
 
     @property
     def _plain(self) -> bool:
-        return WIRES[self.wire] is EXACT and not self.delay
+        return WIRES[self.wire] is EXACT and not self.delay and self.moments != "shared"
 
     def state(self, like: Vector) -> dict[str, Vector]:
         return {} if self._plain else super().state(like)

@@ -26,6 +26,7 @@ class NoLoCo(Outer):
 
     name, by_name, alike = "noloco", True, False
     wire: Literal["float32", "bfloat16"] = "float32"
+    moments: Literal["own", "mean", "reset"] = "own"
     lr: float = 0.7
     momentum: float = 0.5
     seed: int = 0

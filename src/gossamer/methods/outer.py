@@ -10,6 +10,7 @@ import torch
 
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph
+from gossamer.methods import second_moments
 from gossamer.methods.base import Method
 from gossamer.methods.step import Step
 from gossamer.optim import moments
@@ -23,9 +24,12 @@ class Fragment:
     """What an outer step sees: the k-th of so many parts of the columns, of parameters and of the method's own state."""
 
     def __init__(self, s: Step, k: int, of: int) -> None:
-        self.k, self.name = k, f"outer.{k}"
-        self.x = s.x.part(k, of)
-        self.state = {name: vector.part(k, of) for name, vector in s.state.items()}
+        self.k, self.of, self.name = k, of, f"outer.{k}"
+        self.x = self.part(s.x)
+        self.state = {name: self.part(vector) for name, vector in s.state.items()}
+
+    def part(self, vector: Vector) -> Vector:
+        return vector.part(self.k, self.of)
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class Outer(Method):
     - ``feedback``: what the wire has lost of a movement is added to the next one; by default with a wire that rounds.
     - ``delay``: the outer step follows so many local steps after the movement has set out, and these are kept: x <- x + φ - (x as sent).
     - ``fragments``: the columns in so many parts. Each has a period of H steps, and they set out one after the other, at even distances.
-    - ``moments``: of the inner optimizer, at an outer step. ``own``: kept; ``mean``: averaged; ``reset``: begun anew.
+    - ``moments``: of the inner optimizer, at an outer step. ``own``: kept; ``mean``: averaged; ``reset``: begun anew;
+      ``shared``: Adam's second moments become those of the mean gradient (``second_moments.py``).
     """
 
     name, by_name, own_wire, graphless, alike = "outer", False, True, True, True
@@ -45,7 +50,7 @@ class Outer(Method):
     feedback: bool | None = None
     delay: int = 0
     fragments: int = 1
-    moments: Literal["own", "mean", "reset"] = "own"
+    moments: Literal["own", "mean", "reset", "shared"] = "own"
 
     def __post_init__(self) -> None:
         wire(self.wire, OF_MEANS)
@@ -70,6 +75,8 @@ class Outer(Method):
                 f"method {self.name!r}: moments=mean averages those of Adam and its kin, or momentum; "
                 f"{type(optimizers[0]).__name__} has none here; use moments=own or reset"
             )
+        if self.moments == "shared" and (why := second_moments.refusal(optimizers)):
+            return f"method {self.name!r}: {why}"
         return super().check(graph, optimizers)
 
     @property
@@ -79,7 +86,8 @@ class Outer(Method):
     def state(self, like: Vector) -> dict[str, Vector]:
         """``anchor``: φ. ``before``: x when the movement set out."""
         own = {"anchor": like.clone()} | ({"lost": like.zeros()} if self._keeps_lost else {})
-        return own | ({"before": like.clone()} if self.delay else {})
+        own |= {"before": like.clone()} if self.delay else {}
+        return own | (second_moments.state(like, self.delay, self.fragments) if self.moments == "shared" else {})
 
     def after_update(self, s: Step) -> None:
         s.look()
@@ -92,7 +100,11 @@ class Outer(Method):
 
     def _exchange(self, s: Step, own: Fragment) -> None:
         phase = self.phase(s.t, own.k)
+        if self.moments == "shared":
+            second_moments.count(s, own)
         if phase == 0:
+            if self.moments == "shared":
+                second_moments.depart(s, own)
             if self.delay:
                 own.state["before"].copy_(own.x)
             s.crossing[own.name] = self.send(s, own, s.t)
@@ -113,12 +125,14 @@ class Outer(Method):
             return  # on no worker; the next one carries both movements
         if self._keeps_lost and isinstance(transfer, AgreedMean):
             own.state["lost"].copy_(transfer.lost[0])
+        if self.moments == "shared":
+            second_moments.arrive(s, own, arrived)
         self.step(s, own, arrived)
         if self.moments == "reset":
             s.reset_moments()
         elif self.moments == "mean":
             made = s.moments()
-            self.average(s, *(vector.part(own.k, self.fragments) for vector in made.values()))
+            self.average(s, *map(own.part, made.values()))
             s.set_moments(made)
 
     def step(self, s: Step, own: Fragment, moved: Vector) -> None:

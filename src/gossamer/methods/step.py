@@ -75,9 +75,9 @@ class Step:
             self.mixer.look_for_fault(block, block.x[0], self.t)
         return False
 
-    def moments(self) -> dict[str, Vector]:
-        """Copies of the optimizer's moments (``exp_avg`` …), by name: the same names on all workers."""
-        made = {name: self.x.zeros() for name in moments.names(self.optimizers)}
+    def moments(self, *names: str) -> dict[str, Vector]:
+        """Copies of the optimizer's moments of these names (default: ``exp_avg`` … as it has them, the same on all workers)."""
+        made = {name: self.x.zeros() for name in names or moments.names(self.optimizers)}
         for name, vector in made.items():
             for state, view in self._states(vector.tensors):
                 if isinstance(own := state.get(name), Tensor):
@@ -90,6 +90,11 @@ class Step:
             for state, view in self._states(vector.tensors):
                 if isinstance(own := state.get(name), Tensor):
                     own.copy_(view)
+
+    def updates(self) -> int:
+        """How many the optimizer has counted."""
+        states = (state for optimizer in self.optimizers for state in optimizer.state.values())
+        return max((int(state["step"]) for state in states if "step" in state), default=0)
 
     def reset_moments(self) -> None:
         """The optimizer begins anew, its count of steps included."""

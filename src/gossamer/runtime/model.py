@@ -207,7 +207,7 @@ class OuterStepper(GossipStepper):
         return self.rule.peers(self.n, t) if isinstance(self.rule, NoLoCo) else super().round(t, epoch, epochs)
 
     def make(self, round_: Round) -> Transfer:
-        size = self.work.row_bytes / self.rule.fragments
+        size = self.work.row_bytes // self.rule.fragments
         if isinstance(self.rule, NoLoCo):
             return network.by_library(self.cluster, round_, size, self.method.volume)
         return network.of_mean(self.cluster, round_, size, self.method.volume, self.method.coded)
