@@ -16,6 +16,7 @@ NAMES = [name for name in sorted(METHODS.makers) if not method(name).does("merge
 OUTER = [
     "diloco:H=3,delay=1",
     "local:H=3,moments=mean",
+    "diloco:H=4,delay=2,moments=shared",
     "noloco:H=3,delay=2",
     "slowmo:H=4 in bfloat16",
     "all-reduce in bfloat16",
@@ -36,11 +37,11 @@ def test_the_library_and_the_trainer_give_the_same_parameters(world, name):
     graph = "hierarchical:per_node=2" if hosts else graph
     # In 8 bits, 64 numbers that lie together share an exponent, and biases lie elsewhere in a Trainer's row.
     text, wire = f"{name}:wire=bfloat16" if getattr(rule, "wire", "") == "8bits" else name, wire or "float32"
-    recipe = Recipe("adam", 0.01) if rule.optimizer == "Adam" else Recipe("sgd", LR, momentum)
+    adam = rule.optimizer == "Adam" or getattr(rule, "moments", "") == "shared"
+    recipe = Recipe("adam", 0.01) if adam else Recipe("sgd", LR, momentum)
     settings = Settings(4, 4, 4, algorithm=text, optimizer=recipe, backend="loop", wire=wire)
     trainer = Trainer(task, settings, graph)
     model = world.model(small(torch.float64), graph, method=text, wire=wire)
-    adam = rule.optimizer == "Adam"
     optimizer = torch.optim.Adam(model.parameters(), 0.01) if adam else torch.optim.SGD(model.parameters(), LR, **momentum)
     model.gossip(optimizer)
     for step in range(STEPS):
