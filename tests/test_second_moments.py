@@ -56,7 +56,7 @@ def test_shared_moments_are_those_of_the_mean_gradient(slope):
             Recipe("sgd", 0.1),
             "method 'diloco': moments=shared knows the second moments of Adam, AdamW, NAdam and RAdam; this is SGD",
         ),
-        (Recipe("adam", 0.1, {"amsgrad": True}), "this is Adam with amsgrad=True; use moments=own"),
+        (Recipe("adam", 0.1, {"amsgrad": True}), "and with amsgrad=True they only grow; use moments=own"),
         (Recipe("accumadam", 0.1), "this is AccumAdam; use moments=own"),
     ],
 )
