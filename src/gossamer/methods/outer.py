@@ -75,7 +75,7 @@ class Outer(Method):
                 f"method {self.name!r}: moments=mean averages those of Adam and its kin, or momentum; "
                 f"{type(optimizers[0]).__name__} has none here; use moments=own or reset"
             )
-        if self.moments == "shared" and (why := second_moments.refusal(optimizers)):
+        if self.moments == "shared" and (why := moments.shared_refusal(optimizers)):
             return f"method {self.name!r}: {why}"
         return super().check(graph, optimizers)
 

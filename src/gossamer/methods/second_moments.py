@@ -11,7 +11,6 @@ and what exp_avg_sq has taken in beyond that is taken off it again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,18 +30,6 @@ def state(like: Vector, delay: int, fragments: int) -> dict[str, Vector]:
     """``second``: exp_avg_sq when the last movement set out, corrected. ``second.sent``: the same, as it was."""
     own = {"second": like.zeros(), "rates": like.ones(4 * fragments).mul_(0.0)}
     return own | ({"second.sent": like.zeros()} if delay else {})
-
-
-def refusal(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    for name in (type(optimizer).__name__ for optimizer in optimizers):
-        if name not in ("Adam", "AdamW", "NAdam", "RAdam"):
-            return f"moments=shared knows the second moments of Adam, AdamW, NAdam and RAdam; this is {name}; use moments=own"
-    if any(group.get("amsgrad") for group in groups):
-        return "moments=shared takes what is too much off second moments, and with amsgrad=True they only grow; use moments=own"
-    if len({(float(group["lr"]), float(group["betas"][1])) for group in groups}) > 1:
-        return "moments=shared needs one learning rate and one beta2 for all parameter groups, as it measures in them; use moments=own"
-    return None
 
 
 def count(s: Step, own: Fragment) -> None:
