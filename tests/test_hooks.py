@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gossamer import GossamerError, hooks
 from gossamer.rows import codec
-from gossamer.rows.wires import WIRES
+from gossamer.rows.wires import WIRES, EightBits
 from gossamer.transport.routes import columns
 from tests.pool import on_workers
 
@@ -188,19 +188,39 @@ def test_no_sync_sends_nothing(world):
 def test_a_dropped_model_leaves_no_thread(world):
     model, state = hooked()
     loss(model, world.rank).backward()
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "gossamer-hook")
+    threads = [thread for thread in threading.enumerate() if thread.name == "gossamer-hook"]
+    assert len(threads) == len(hooks.STAGES)
     del model, state
     gc.collect()
-    thread.join(timeout=10)
-    assert not thread.is_alive()
+    for thread in threads:
+        thread.join(timeout=10)
+        assert not thread.is_alive()
 
 
+class Broken(EightBits):
+    """It can't encode, or not decode."""
+
+    def __init__(self, what):
+        super().__init__()
+        setattr(self, what, lambda *args: 1 // 0)
+
+
+@pytest.mark.parametrize("what", ["encode", "decode"])
 @on_workers(2)
-def test_what_fails_in_the_thread_is_raised_where_ddp_waits(world):
-    state = hooks.state()
+def test_what_fails_in_a_thread_is_raised_where_ddp_waits(world, what):
+    state, row = hooks.state(), torch.ones(640)
     with pytest.raises(ZeroDivisionError):
-        state.later(lambda: torch.ones(1 // 0)).wait()
-    assert torch.equal(state.later(lambda: torch.ones(1)).wait(), torch.ones(1))  # the thread goes on
+        hooks._hook(state, Bucket(row.clone()), Broken(what)).wait()
+    assert torch.equal(hooks.eight_bit(state, Bucket(row.clone())).wait(), row)  # the threads go on
+
+
+@on_workers(2, 4)
+def test_many_buckets_at_once(world):
+    rows = torch.randn(world.size, 9, 5000, generator=torch.Generator().manual_seed(7))
+    state = hooks.state()
+    futures = [hooks.eight_bit(state, Bucket(row.clone())) for row in rows[world.rank]]
+    for step, future in enumerate(futures):
+        assert torch.equal(future.wait(), plain(rows[:, step], WIRES["8bits"], step))
 
 
 @on_workers(1)

@@ -5,7 +5,8 @@
 
 Each bucket of gradients is averaged while backward goes on, as DDP does it. Worker k owns a part of the bucket: all others send it their
 numbers of that part, rounded (:mod:`gossamer.rows.codec`); it averages them, and sends the mean to all, rounded once more. All workers
-have the same gradients afterwards, to the bit. Rounding is right on the average, so nothing is kept from step to step.
+have the same gradients afterwards, to the bit. Rounding is right on the average, so nothing is kept from step to step. While one bucket
+travels, the next one is rounded.
 
 ``state(error_feedback=True)`` adds what rounding has lost to the next step's gradients. It takes memory for one more copy of the gradients.
 """
@@ -28,8 +29,6 @@ from gossamer.rows.movement import mean_of_codes
 from gossamer.rows.wires import WIRES, Wire
 from gossamer.transport.routes import columns
 
-Job = tuple[Callable[[], Tensor], torch.futures.Future[Tensor]]
-
 
 @dataclass
 class Lost:
@@ -41,23 +40,29 @@ class Lost:
 
 @dataclass
 class HookState:
-    """Of one model. ``bytes``: what this worker has sent since the start."""
+    """Of one model. ``scatter``, ``gather``: process groups, so that what one bucket receives is not waited for by what the next one sends.
+    ``bytes``: what this worker has sent since the start."""
 
-    group: Any
+    scatter: Any
+    gather: Any
     error_feedback: bool
     bytes: int = 0
     steps: dict[int, int] = field(default_factory=dict)  # of each bucket
     lost: dict[int, Lost] = field(default_factory=dict)
-    jobs: queue.SimpleQueue[Job | None] | None = None
+    first: "queue.SimpleQueue[Job | None] | None" = None  # of the threads
 
-    def later(self, job: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
-        """A thread does one job after the other, in the same order on all workers."""
-        if self.jobs is None:
-            self.jobs = queue.SimpleQueue()
-            threading.Thread(target=_work, args=(self.jobs,), name="gossamer-hook", daemon=True).start()
-            weakref.finalize(self, self.jobs.put, None)  # with the model the thread ends
+    def later(self, bucket: "Bucket") -> torch.futures.Future[Tensor]:
+        """A thread for each stage takes one bucket after the other, in the same order on all workers."""
+        if self.first is None:
+            then = None
+            for stage in reversed(STAGES):
+                jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+                threading.Thread(target=_work, args=(jobs, stage, then), name="gossamer-hook", daemon=True).start()
+                then = jobs
+            self.first = jobs
+            weakref.finalize(self, jobs.put, None)  # with the model the threads end
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        self.jobs.put((job, future))
+        self.first.put((bucket, future))
         return future
 
 
@@ -66,7 +71,9 @@ def state(group: Any = None, error_feedback: bool = False) -> HookState:
     nothing else uses; by default a new one of all workers."""
     if not dist.is_initialized():
         raise GossamerError("hooks.state() needs torch.distributed: call init_process_group() first, as for DDP")
-    return HookState(dist.new_group() if group is None else group, error_feedback)
+    scatter = dist.new_group() if group is None else group
+    gather = dist.new_group(dist.get_process_group_ranks(scatter), use_local_synchronization=True)
+    return HookState(scatter, gather, error_feedback)
 
 
 def eight_bit(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -86,49 +93,96 @@ def _hook(state: HookState, bucket: dist.GradBucket, wire: Wire) -> torch.future
         )
     index, row = bucket.index(), bucket.buffer()
     step = state.steps[index] = state.steps.get(index, -1) + 1
+    mine = Bucket(state, index, step, row, wire)
     if row.device.type == "cpu":
-        return state.later(lambda: _average(state, index, step, row, wire))
+        return state.later(mine)
     # A GPU does it on a stream of its own, and the stream of backward goes on. Written to the documentation: we had no GPU to try it on.
     stream = torch.cuda.Stream(row.device)
     stream.wait_stream(torch.cuda.current_stream(row.device))
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[row.device])
     with torch.cuda.stream(stream):
-        future.set_result(_average(state, index, step, row, wire))
+        for stage in STAGES:
+            stage(mine)
+        future.set_result(row)
     return future
 
 
-def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
+def _work(
+    jobs: "queue.SimpleQueue[Job | None]", stage: Callable[["Bucket"], None], then: "queue.SimpleQueue[Job | None] | None"
+) -> None:
     while (one := jobs.get()) is not None:
-        job, future = one
+        bucket, future = one
         try:
-            future.set_result(job())
+            with torch.no_grad():
+                stage(bucket)
         except Exception as error:  # DDP raises it where it waits for the bucket
             future.set_exception(error)  # type: ignore[arg-type]
-        del one, job, future  # and with them the state
+        else:
+            if then is None:
+                future.set_result(bucket.row)
+            else:
+                then.put(one)
+        del one, bucket, future  # and with them the state
+    if then is not None:
+        then.put(None)
 
 
-@torch.no_grad()
-def _average(state: HookState, index: int, step: int, row: Tensor, wire: Wire) -> Tensor:
-    rank, size = dist.get_rank(state.group), dist.get_world_size(state.group)
-    if size == 1:
-        return row
-    owned = [columns(len(row), size, k, codec.SPAN) for k in range(size)]
-    numbers = row.float() if row.dtype != torch.float32 else row
-    lost = _lost(state, index, numbers, wire.width(len(numbers[owned[rank]])) // wire.unit * wire.span)
-    if lost is not None:
-        numbers = numbers.add_(lost.own)
-    codes = [_encoded(numbers[part], wire, codec.turn(step, rank)) for part in owned]
-    arrived = _exchange(state, codes, [codes[rank].numel()] * size)
-    if lost is not None:
-        for part, code in zip(owned, codes, strict=True):
-            _decoded(code, lost.own[part], wire)
-        torch.sub(numbers, lost.own, out=lost.own).nan_to_num_(0.0, 0.0, 0.0)
-    made = torch.empty_like(codes[rank])
-    if made.numel():
-        mean_of_codes(arrived, size, made, step, wire=wire, lost=None if lost is None else lost.mean)
-    for part, code in zip(owned, _exchange(state, [made] * size, [code.numel() for code in codes]), strict=True):
-        _decoded(code, row[part], wire)
-    return row
+class Bucket:
+    """One on its way, in three stages."""
+
+    def __init__(self, state: HookState, index: int, step: int, row: Tensor, wire: Wire) -> None:
+        self.state, self.index, self.step, self.row, self.wire = state, index, step, row, wire
+        self.rank, self.size = dist.get_rank(state.scatter), dist.get_world_size(state.scatter)
+        self.owned = [columns(len(row), self.size, k, codec.SPAN) for k in range(self.size)]
+        self.lost: Lost | None = None
+        self.arriving: Arriving | None = None
+        self.bytes = 0
+
+    def scatter(self) -> None:
+        """To each worker the part that it owns."""
+        if self.size == 1:
+            return
+        numbers = self.row.float() if self.row.dtype != torch.float32 else self.row
+        mine = self.wire.width(len(numbers[self.owned[self.rank]])) // self.wire.unit * self.wire.span
+        self.lost = lost = _lost(self.state, self.index, numbers, mine)
+        if lost is not None:
+            numbers = numbers.add_(lost.own)
+        codes = [_encoded(numbers[part], self.wire, codec.turn(self.step, self.rank)) for part in self.owned]
+        self.codes = [code.numel() for code in codes]
+        self._exchange(self.state.scatter, codes, [self.codes[self.rank]] * self.size)
+        if lost is not None:
+            for part, code in zip(self.owned, codes, strict=True):
+                _decoded(code, lost.own[part], self.wire)
+            torch.sub(numbers, lost.own, out=lost.own).nan_to_num_(0.0, 0.0, 0.0)
+
+    def average(self) -> None:
+        """What all have sent of the part that this worker owns; the mean goes to all."""
+        if self.arriving is None:
+            return
+        arrived, lost = self.arriving.wait(), self.lost
+        made = torch.empty_like(arrived[self.rank])
+        if made.numel():
+            mean_of_codes(arrived, self.size, made, self.step, wire=self.wire, lost=None if lost is None else lost.mean)
+        self._exchange(self.state.gather, [made] * self.size, self.codes)
+
+    def gather(self) -> None:
+        if self.arriving is None:
+            return
+        for part, code in zip(self.owned, self.arriving.wait(), strict=True):
+            _decoded(code, self.row[part], self.wire)
+        self.state.bytes += self.bytes
+
+    def _exchange(self, group: Any, codes: Sequence[Tensor], sizes: list[int]) -> None:
+        """The k-th code goes to worker k. What comes: from each worker so many bytes."""
+        sent = torch.cat(list(codes))
+        received = sent.new_empty(sum(sizes))
+        work = dist.all_to_all_single(received, sent, sizes, [code.numel() for code in codes], group=group, async_op=True)
+        self.bytes += sent.numel() - codes[self.rank].numel()
+        self.arriving = Arriving(work, received, sent, sizes)
+
+
+STAGES = (Bucket.scatter, Bucket.average, Bucket.gather)
+Job = tuple[Bucket, torch.futures.Future[Tensor]]
 
 
 def _encoded(row: Tensor, wire: Wire, turn: int) -> Tensor:
@@ -144,13 +198,16 @@ def _decoded(code: Tensor, row: Tensor, wire: Wire) -> Tensor:
     return row
 
 
-def _exchange(state: HookState, codes: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
-    """The k-th code goes to worker k. What comes: from each worker so many bytes."""
-    sent = torch.cat(list(codes))
-    received = sent.new_empty(sum(sizes))
-    dist.all_to_all_single(received, sent, list(sizes), [code.numel() for code in codes], group=state.group)
-    state.bytes += sent.numel() - codes[dist.get_rank(state.group)].numel()
-    return received.split(list(sizes))
+@dataclass
+class Arriving:
+    work: Any
+    received: Tensor
+    sent: Tensor  # it lives until it has left
+    sizes: list[int]
+
+    def wait(self) -> Sequence[Tensor]:
+        self.work.wait()
+        return self.received.split(self.sizes)
 
 
 def _lost(state: HookState, index: int, numbers: Tensor, mine: int) -> Lost | None:

@@ -41,7 +41,7 @@ def turn(step: int, row: int) -> int:
 
 def encode(row: Tensor, out: Tensor, turn: int = 0, first: int = 0, span: int = SPAN) -> None:
     """``out``: uint8, as many as :func:`width` says. ``first``: where the row begins, if it is cut off a longer one: which span."""
-    for piece, coded in _pieces(row, out, span):
+    for piece, coded in pieces(row, out, span, span + 1):
         integers, exponents = quotients(piece, turn, first, span=span)
         coded[:, :span].view(torch.int8).copy_(integers)
         coded[:, span].copy_(exponents)
@@ -50,7 +50,7 @@ def encode(row: Tensor, out: Tensor, turn: int = 0, first: int = 0, span: int = 
 
 def decode(coded: Tensor, out: Tensor, span: int = SPAN) -> None:
     """The row that was encoded, up to the rounding."""
-    for piece, part in _pieces(out, coded, span):
+    for piece, part in pieces(out, coded, span, span + 1):
         numbers = part[:, :span].view(torch.int8).to(torch.float32).mul_(power(part[:, span].int()).unsqueeze(1))
         piece.copy_(numbers.flatten()[: len(piece)])
 
@@ -131,10 +131,10 @@ def padded(piece: Tensor, span: int = SPAN) -> Tensor:
     return numbers
 
 
-def _pieces(row: Tensor, coded: Tensor, span: int) -> list[tuple[Tensor, Tensor]]:
-    """Pieces of the row, and of its code as ``[m, span + 1]``."""
+def pieces(row: Tensor, coded: Tensor, span: int, unit: int) -> list[tuple[Tensor, Tensor]]:
+    """Pieces of the row, and of its code as ``[m, unit]``: so many bytes for so many numbers."""
     size = _piece(row, span)
-    return list(zip(row.split(size), coded.view(-1, span + 1).split(size // span), strict=True))
+    return list(zip(row.split(size), coded.view(-1, unit).split(size // span), strict=True))
 
 
 def _piece(row: Tensor, span: int) -> int:

@@ -101,15 +101,19 @@ class FourBits(Coarse):
     name, unit = "4bits", codec.SPAN // 2 + 1
 
     def encode(self, row: Tensor, code: Tensor, turn: int, first: int = 0) -> None:
-        quotients, exponents = codec.quotients(row, turn, first, bits=4)
-        pairs, out = quotients.add_(8).to(torch.uint8).unflatten(1, (-1, 2)), code.view(-1, self.unit)
-        out[:, :-1] = pairs[:, :, 0] << 4 | pairs[:, :, 1]
-        out[:, -1] = exponents
+        for piece, out in codec.pieces(row, code, self.span, self.unit):
+            quotients, exponents = codec.quotients(piece, turn, first, bits=4)
+            pairs = quotients.add_(8).to(torch.uint8).view(torch.int16)  # the second one in the upper byte
+            out[:, :-1] = (pairs << 4).bitwise_or_(pairs >> 8).bitwise_and_(255)
+            out[:, -1] = exponents
+            first += len(out)
 
     def decode(self, code: Tensor, row: Tensor) -> None:
-        spans = code.view(-1, self.unit)
-        pairs = torch.stack([spans[:, :-1] >> 4, spans[:, :-1] & 15], dim=2).flatten(1).float().sub_(8)
-        row.copy_(pairs.mul_(codec.power(spans[:, -1].int()).unsqueeze(1)).flatten()[: len(row)])
+        for piece, part in codec.pieces(row, code, self.span, self.unit):
+            pairs = part[:, :-1].to(torch.int16)
+            numbers = (pairs >> 4).bitwise_or_((pairs & 15) << 8).view(torch.uint8).float()
+            numbers.sub_(8).mul_(codec.power(part[:, -1].int()).unsqueeze(1))
+            piece.copy_(numbers.flatten()[: len(piece)])
 
     def finite(self, code: Tensor) -> bool:
         return not bool((code.view(-1, self.unit)[:, -1] == codec.NOT_FINITE).any())
