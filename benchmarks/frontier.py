@@ -314,6 +314,8 @@ def main() -> None:
         try:
             for result in measure(setting, missing) if missing else ():
                 known[result.pop("way")] = result
+        except KeyboardInterrupt:
+            sys.exit("Stopped. Give the same command again to go on.")
         finally:
             args.out.write_text(json.dumps(steps, indent=1) + "\n")
             show(setting, known)
