@@ -32,7 +32,7 @@ from gossamer.transport.agreed import AgreedMean
 from gossamer.transport.mixer import Mixer
 
 STEPS, SAMPLES = 150, 16  # samples in a step, of all workers
-RATES = {"adamw": 6e-3, "muon": 0.02, "sgd": 0.2, "schedule-free": 12e-3}
+RATES = {"adamw": 3e-3, "muon": 0.02, "sgd": 0.2, "schedule-free": 12e-3}
 WORKERS = (4, 16)
 
 

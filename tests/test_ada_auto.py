@@ -304,3 +304,21 @@ def test_parameters_of_two_precisions_are_looked_at_once_in_a_step(order):
     trainer.mixer.probe.finish = lambda block, step: (looks.append((step, block)), finish(block, step))
     trainer.run(until=3)
     assert looks == [(step, trainer.replicas.blocks[0]) for step in range(3)]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
+def test_where_parameters_are_not_to_be_averaged_it_is_all_reduce_in_8_bits(kind, tmp_path):
+    settings = Settings(4, 1, 8, optimizer=Recipe(kind, 0.01))
+    auto = Trainer(task(mlp), settings, "ada-auto")
+    same = Trainer(task(mlp), replace(settings, algorithm="all-reduce:wire=8bits,feedback=true"))
+    auto.run(until=5)
+    auto.save(tmp_path / "run")
+    again = Trainer(task(mlp), settings, "ada-auto")
+    assert again.load(tmp_path / "run")
+    for trainer in (auto, again, same):
+        trainer.run()
+    assert torch.equal(auto.replicas.blocks[0].x, same.replicas.blocks[0].x)
+    assert torch.equal(auto.replicas.blocks[0].x, again.replicas.blocks[0].x)
+    assert auto.bytes == same.bytes
+    with pytest.raises(GossamerError, match="all-reduce averages gradients, so replicas must start the same"):
+        Trainer(task(mlp), replace(settings, init="different"), "ada-auto")

@@ -29,7 +29,7 @@ from gossamer.data.tasks import Evaluation, Task
 from gossamer.errors import GossamerError, TrainingDiverged
 from gossamer.graphs import Graph
 from gossamer.members.outages import Attendance, Outage, donors
-from gossamer.methods import Averaging, Step
+from gossamer.methods import Averaging, Policy, Step
 from gossamer.optim import BlockOptimizer, Recipe
 from gossamer.optim.learning_rates import LearningRate
 from gossamer.rows import batch_norm, profile
@@ -91,15 +91,13 @@ class Trainer:
         if settings.epochs < 1:
             raise GossamerError(f"epochs={settings.epochs}: at least one epoch is needed")
         how = Averaging.of(graph, settings.algorithm, settings.wire, settings.local_steps)
-        if settings.init == "different" and (why := how.starts_alike):
-            raise GossamerError(f"{settings.algorithm} {why}, so replicas must start the same; init='different' can't work")
         self.task, self.settings = task, settings
         self.step = 0  # steps done
         self.device = torch.device(settings.device)
         self.on_profile, self.on_epoch, self.on_step = on_profile, on_epoch, on_step
-        self.schedule = schedule(how.graph, n)
+        self.schedule = planned = schedule(how.graph, n)
         how.refuse(self.schedule)
-        self.method, self._every, self._wire = how.rule(self.schedule, settings.algorithm), how.every, how.wire
+        self._every, self._wire = how.every, how.wire
         if settings.outages:
             if exchange is not None:
                 raise GossamerError("failures: workers can leave and come back in one process only; run this without torchrun")
@@ -120,6 +118,11 @@ class Trainer:
         x = Parameters(self.replicas.blocks, in_place=False)
         grad, states = Gradients(self.replicas.blocks), self.optimizer.states
         self.now = Step(self.mixer, x, grad, self._look, self._share_momentum, states)
+        if isinstance(planned, Policy):
+            planned.meet(self.optimizer.optimizers)
+        self.method = how.rule(planned, settings.algorithm)
+        if settings.init == "different" and (why := self.method.starts_alike):
+            raise GossamerError(f"{self.method.name} {why}, so replicas must start the same; init='different' can't work")
         self.method.begin(self.now)
         self._graph: str | None = None  # of the last step
         self.method.refuse(self.schedule.first(), self.optimizer.optimizers)

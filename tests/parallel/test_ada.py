@@ -185,3 +185,27 @@ def test_momentum_that_can_not_be_shared_is_refused_at_once_and_what_is_none_is_
     before = [optimizer.state[p]["momentum_buffer"].clone() for p in weights]
     momentum.share(optimizer, torch.zeros_like)
     assert all(torch.equal(optimizer.state[p]["momentum_buffer"], kept) for p, kept in zip(weights, before, strict=True))
+
+
+@on_workers(2, 3)
+def test_with_adam_gradients_are_averaged_in_8_bits(world):
+    """Each worker's own moments would make each one's step too large and their mean too small."""
+    model = world.model(graph="ada-auto")
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    model.gossip(optimizer)
+    assert model.method.describe() == "all-reduce:wire=8bits,feedback=true"
+    assert model.averages_gradients
+    train(world, model, optimizer, 4)
+    model.save(world.folder)
+    train(world, model, optimizer, 4, 4)
+    assert world.same(flat(model))
+    assert "AdamW: gradients of all in each step" in model.schedule.changes[0].reason
+    other = world.model(graph="ada-auto")
+    again = torch.optim.AdamW(other.parameters(), 0.01)
+    other.gossip(again)
+    assert other.load(world.folder)
+    train(world, other, again, 4, 4)
+    assert torch.equal(flat(other), flat(model))
+    chosen = world.model(graph="ada-auto", method="awc")
+    chosen.gossip(torch.optim.AdamW(chosen.parameters(), 0.01))
+    assert chosen.order == "awc"

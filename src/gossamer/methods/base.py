@@ -70,6 +70,13 @@ class Method:
         """The method that others stand around; by itself, this one."""
         return self
 
+    @property
+    def starts_alike(self) -> str:
+        """Why replicas must start the same, if they must."""
+        if self.averages == "gradients":
+            return "averages gradients"
+        return "takes outer steps from one point" if self.alike else ""
+
     def describe(self) -> str:
         """The canonical spelling."""
         return METHODS.describe(self.name, {field.name: getattr(self, field.name) for field in fields(self)})

@@ -47,8 +47,8 @@ class Driver:
     ) -> None:
         self.flat, self.mixer, self.how, self.schedule, self.rank = flat, mixer, how, schedule, rank
         self.clock, self.epochs, self.steps_per_epoch = Clock(flat.device), epochs, steps_per_epoch
-        self.methods = how.rules(schedule, "awc")
-        self.method = self.planned = how.rule(schedule, "awc")  # of this step, and of the first one
+        self.methods = how.rules(schedule, "awc")  # of all steps
+        self.method = how.rule(schedule, "awc")
         self._send_copy = mixer.send_copy
         self.steps = 0  # done; the one counter
         self.optimizers: tuple[Optimizer, ...] = ()  # in the order in which they step

@@ -29,7 +29,7 @@ from gossamer.graphs import Graph
 from gossamer.members.roster import Change
 from gossamer.members.store import Seat, open_link
 from gossamer.methods import ALL_REDUCE, Averaging, Method, Order
-from gossamer.parallel import averaged, checks, state, surroundings
+from gossamer.parallel import averaged, checks, policies, state, surroundings
 from gossamer.parallel.driver import Driver
 from gossamer.parallel.hooks import weakly
 from gossamer.parallel.journal import Log, traced
@@ -226,8 +226,7 @@ class DecentralizedDataParallel(Wrapper):
         """
         checks.refuse_moment(self, "gossip()", busy=True)
         optimizers = checks.own_optimizers(optimizers, self._bare(), self._flat.names)
-        for rule in self._driver.methods:
-            rule.refuse(self.schedule.first(), optimizers, self.steps)
+        policies.meet(self._driver, optimizers)
         self._driver.journal.attend(profile_every, on_profile, log)
         self._agree(
             {

@@ -43,6 +43,17 @@ class Clock:
         return time.perf_counter()
 
 
+def meet(driver: Driver, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """A policy may choose by them. An error if the method, or one that it may choose, can't work with them."""
+    for policy in (driver.schedule, driver.current_schedule):
+        if isinstance(policy, Policy):
+            policy.meet(optimizers)
+            driver.methods = driver.how.rules(policy, "")
+            driver.take(driver.how.rule(policy, ""))
+    for method in driver.methods:
+        method.refuse(driver.schedule.first(), optimizers, driver.steps)
+
+
 def follow(driver: Driver) -> None:
     """At the begin of a step: the method that the policy has chosen for it."""
     policy = driver.current_schedule

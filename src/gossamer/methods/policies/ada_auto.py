@@ -1,15 +1,18 @@
-"""ada-auto: averages as rarely as the replicas' disagreement allows."""
+"""ada-auto: averages as rarely as the optimizer, and the replicas' disagreement, allow."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph
 from gossamer.methods.base import Method
 from gossamer.methods.gossip import AdaptThenCombine
+from gossamer.methods.policies.auto import COARSE
 from gossamer.methods.policies.base import Policy
 from gossamer.methods.policies.frontier import frontier
 from gossamer.methods.shared_momentum import SharedMomentum
@@ -27,6 +30,10 @@ _SLACK = 1.25  # that much beyond or below what is allowed before anything chang
 
 class AdaAuto(Policy):
     """Averages as rarely as the replicas' disagreement allows, and needs no setting: see ``docs/decisions/0005-ada-auto.md``.
+
+    With SGD parameters are averaged. A mean of what other optimizers make of each worker's own gradients (Adam divides by the root of a
+    mean square, Muon orthogonalizes) is not what they make of the mean gradient. So with those gradients are averaged in each step, in
+    8 bits with error feedback.
 
     At each global average all workers see how far apart the replicas were, the same bits everywhere. From that and the learning rate
     follows the noise: how far one step would drive them apart at a learning rate of 1. ``pace``: how far it does now, as a part of
@@ -52,9 +59,18 @@ class AdaAuto(Policy):
         self._seen: int | None = None  # when; and the learning rate then
         self._rate = 0.0
         self._why = "start"
+        self._gradients = False  # whether these are averaged
+
+    def meet(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        kinds = sorted({type(optimizer).__name__ for optimizer in optimizers if not isinstance(optimizer, torch.optim.SGD)})
+        self._gradients = bool(kinds)
+        self._why = f"{', '.join(kinds)}: gradients of all in each step, in 8 bits" if kinds else "start"
 
     def method(self, chosen: Method | None = None) -> Method:
-        """A mean of all in each step leaves no distance where gradients are taken; while combining it would leave that of a step."""
+        """A mean of all in each step leaves no distance where gradients are taken; while combining it would leave that of a step. What a
+        person asked for stands."""
+        if self._gradients and chosen in (None, AdaptThenCombine()):
+            return COARSE
         return SharedMomentum(chosen or AdaptThenCombine())
 
     def first(self) -> Graph:
@@ -120,7 +136,9 @@ class AdaAuto(Policy):
         self.level, self.bent, self._why = level, 0.0 if level else 1.0, why
 
     def sized(self, n: int) -> Schedule:
-        return AdaAuto(n, self.tolerance, self.cost)
+        made = AdaAuto(n, self.tolerance, self.cost)
+        made._gradients, made._why = self._gradients, self._why if self._gradients else made._why
+        return made
 
     def succeed(self, other: Schedule) -> None:
         if isinstance(other, AdaAuto):

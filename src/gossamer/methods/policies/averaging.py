@@ -36,13 +36,6 @@ class Averaging:
     def averages_gradients(self) -> bool:
         return self.method is not None and self.method.averages == "gradients"
 
-    @property
-    def starts_alike(self) -> str:
-        """Why replicas must start the same, if they must."""
-        if self.averages_gradients or self.graph == "auto":
-            return "averages gradients"
-        return "takes outer steps from one point" if self.method is not None and self.method.alike else ""
-
     def rule(self, planned: Schedule, default: str) -> Method:
         """The method of a step. ``default``: if neither a person nor a policy says which."""
         if isinstance(planned, Policy):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
+import torch
+
 from gossamer.methods.base import Method
 from gossamer.schedules.base import Schedule
 
@@ -14,6 +16,9 @@ class Policy(Schedule):
 
     def __repr__(self) -> str:
         return f"<{self.describe()}: {self.changes[-1].reason if self.changes else 'not used yet'}>"
+
+    def meet(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """These train the replicas. Called before the first step, with optimizers of the same classes on all workers."""
 
     @abstractmethod
     def method(self, chosen: Method | None = None) -> Method:
