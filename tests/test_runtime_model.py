@@ -321,6 +321,7 @@ def test_bounds_are_met_where_nothing_is_uneven():
         ("rong", "did you mean 'ring'"),
         ("ring, H=x", "'H=x' is not known"),
         ("ddp, bfloat16", "only float16 may stand"),
+        ("auto", "whichever it finds faster; name these two"),
         ("ring, qgm + pga:every=4", "how often 'pga' averages is not in the runtime model; leave it out"),
     ],
 )

@@ -82,7 +82,10 @@ class OwnGradients(Vector):
             for p, _, grad in present:
                 if grad.layout != torch.strided:
                     name = self._flat.names.get(id(p), "a parameter")
-                    raise GossamerError(f"the gradient of {name!r} is sparse; only dense gradients can be averaged")
+                    raise GossamerError(
+                        f"the gradient of {name!r} is sparse, and only dense ones can be averaged; take a graph that averages parameters "
+                        "(graph='one-peer-exponential'), or sparse=False"
+                    )
             if present:
                 torch._foreach_copy_([view for _, view, _ in present], [grad for _, _, grad in present])
             flags.copy_(torch.tensor([grad is not None for grad in grads], dtype=flags.dtype))

@@ -182,6 +182,10 @@ def parse(text: str) -> Method:
     how = Averaging.parse(
         ", ".join([name.replace(" (atc)", ", atc"), *(o for o in options if o not in ("send_copy", "edges", "slices"))])
     )
+    if how.graph == "auto":
+        raise GossamerError(
+            f"method {text!r}: the library's default is 'all-reduce' or 'all-reduce, 8bits', whichever it finds faster; name these two"
+        )
     if how.averages_gradients:
         rounds = getattr(how.method, "wire", EXACT.name) != EXACT.name
         return Gossip(ALL_REDUCE, **own, rule=how.method if rounds else None)  # type: ignore[arg-type]
