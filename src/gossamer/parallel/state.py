@@ -292,8 +292,9 @@ def layout(model: DecentralizedDataParallel) -> Layout:
 
 def setup(model: DecentralizedDataParallel) -> dict[str, str]:
     """What must be the same on all workers, and in a checkpoint."""
-    graph, order = model.schedule.describe(), model._driver.methods[0].describe()
-    if order.startswith(ALL_REDUCE) and not isinstance(model.schedule, Policy):
+    graph, first = model.schedule.describe(), model._driver.methods[0]
+    order = first.describe()
+    if first.name == ALL_REDUCE and not isinstance(model.schedule, Policy):
         graph, order = ALL_REDUCE, "awc"  # as checkpoints have it
     return {"graph": graph, "order": order, "local_steps": str(model.local_steps), "workers": str(model.size)}
 
