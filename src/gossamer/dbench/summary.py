@@ -55,6 +55,7 @@ class Summary:
                 r"\begin{table}",
                 r"\centering",
                 rf"\caption{{{_latex(self.caption)}}}",
+                r"\medskip",  # article puts no space below a caption
                 rf"\begin{{tabular}}{{l{'r' * (len(self.head) - 1)}}}",
                 r"\toprule",
                 rf"{' & '.join(map(_latex, self.head))} \\",
