@@ -222,6 +222,17 @@ def loss_table(x: Experiment, longer: Experiment | None = None) -> Iterator[str]
         )
 
 
+def accuracy_table(x: Experiment) -> Iterator[str]:
+    yield "| | accuracy, % | against DDP, points | bytes of DDP's | learning rate | seeds |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    losses, n = Losses(x), x.scales[0]
+    named = {c.loss: c.label for c in reversed(CONTENDERS)}
+    for method in sorted({r["method"] for r in x.runs}, key=lambda m: -losses.share(m)):
+        beside = "" if method == "all-reduce" else say(x.against(method, "all-reduce", n), sign=True)
+        runs, share = x.select(method, n), 100 * losses.share(method)
+        yield f"| {named.get(method, method)} | {x.said(method, n)} | {beside} | {share:.2g} % | {runs[0]['lr']:g} | {len(runs)} |"
+
+
 def step_table(steps: Measured) -> Iterator[str]:
     yield "| | " + " | ".join(s.removesuffix("-4") for s in SETTINGS if s in steps) + " | compressing, copying | sent |"
     yield "| --- " * (len([s for s in SETTINGS if s in steps]) + 3) + "|"
@@ -285,6 +296,8 @@ def write_page() -> None:
         tables["losses"] = lambda: loss_table(x, longer)
         (ROOT / "docs" / "frontier.svg").write_text(frontier_figure(x))
         tables["times"] = lambda: time_table(x, longer, steps)
+    if (mlp := found.get("frontier-mlp")) is not None:
+        tables["accuracies"] = lambda: accuracy_table(mlp)
     PAGE.write_text(with_tables(PAGE.read_text(), {}, {name: ((), rows) for name, rows in tables.items()}))
 
 

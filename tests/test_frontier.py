@@ -110,3 +110,23 @@ def test_steps_to_a_loss_follow_from_two_lengths():
     assert losses.share("other") == 0.25
     ways = {"DDP": {"ms": 100.0}, "quick": {"ms": 10.0}}
     assert frontier.seconds_to(frontier.Contender("", "other", "quick", ddp=500), losses, ways) == pytest.approx(65)
+
+
+def test_the_table_of_accuracies_has_differences_seed_by_seed():
+    runs = [
+        {
+            "method": m,
+            "seed": seed,
+            "value": value + 0.01 * seed,
+            "steps": 9,
+            "bytes": count,
+            "replicas": 4,
+            "status": "done",
+            "lr": 0.1,
+        }
+        for m, value, count in (("all-reduce", 0.8, 8), ("one peer, 8bits", 0.79, 2))
+        for seed in (0, 1)
+    ]
+    rows = list(frontier.accuracy_table(Experiment("", {"metric": {"name": "accuracy"}, "runs": runs})))
+    assert rows[-1].startswith("| one peer, 8bits | 79.50 ±")
+    assert "| -1.00 ± 0.00 | 25 % | 0.1 | 2 |" in rows[-1]
