@@ -81,7 +81,7 @@ def follows_pairs(rows, before, w):
         ("choco", "ring", choco),
         ("push-sum:wire=8bits", "directed-random", push_sum),  # its weights are those of plain push-sum
         ("qgm", "ring", qgm),
-        ("diloco:H=4,delay=3,wire=8bits", "complete", alike),
+        ("diloco:H=4,delay=3,wire=8bits,fragments=2", "complete", alike),
         ("noloco:H=4,delay=3", "complete", follows_pairs),
     ],
 )

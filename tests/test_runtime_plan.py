@@ -96,16 +96,18 @@ def test_local_steps_are_named_with_what_they_cost_and_never_chosen(methods):
 
 def test_what_runs_under_the_next_steps_costs_no_time_and_bytes_are_those_of_the_codes():
     """124 M parameters on 8 workers: the exchange takes as long as about 30 steps."""
-    now, later, fewer, pairs = (
-        planned("office-1g", "124M", rule).rows[1]
-        for rule in ("diloco:H=64", "diloco:H=64,delay=40", "diloco:H=64,wire=4bits", "noloco:H=64")
-    )
+    now, soon, later, streamed, fewer, pairs = rows = [
+        planned("office-1g", "124M", f"{rule}:H=64{options}").rows[1]
+        for rule, options in (
+            *(("diloco", more) for more in ("", ",delay=12", ",delay=40", ",delay=12,fragments=8", ",wire=4bits")),
+            ("noloco", ""),
+        )
+    ]
     size = 4 * 124e6 / 64
-    assert [row.sent for row in (now, later, fewer, pairs)] == pytest.approx(
-        [1.75 * size, 1.75 * size, 1.75 * 33 / 256 * size, size], rel=0.01
-    )
-    assert later.utilization > 0.95 > 0.8 > now.utilization
-    assert all(row.every == 64 for row in (now, later, fewer, pairs))
+    assert [row.sent for row in rows] == pytest.approx([1.75 * size] * 4 + [1.75 * 33 / 256 * size, size], rel=0.01)
+    assert min(later.utilization, streamed.utilization) > 0.95 > soon.utilization > now.utilization
+    assert 0.8 > now.utilization
+    assert {fewer.every, pairs.every} == {row.every for row in rows} == {64}
 
 
 def test_stragglers_are_a_reason_too():

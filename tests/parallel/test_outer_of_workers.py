@@ -17,7 +17,7 @@ def made(world, method, dtype=torch.float32, **options):
 
 @on_workers(3)
 @pytest.mark.parametrize(
-    "method", ["diloco:H=4,delay=2,wire=4bits", "noloco:H=4,delay=3", "slowmo:H=4,wire=8bits,moments=mean"]
+    "method", ["diloco:H=4,delay=2,wire=4bits,fragments=2", "noloco:H=4,delay=3", "slowmo:H=4,wire=8bits,moments=mean"]
 )
 def test_a_run_resumed_in_the_middle_of_a_period_or_an_exchange_is_the_same(world, method):
     model, optimizer = made(world, method)
