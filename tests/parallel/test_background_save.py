@@ -15,6 +15,7 @@ import torch
 import gossamer
 from gossamer import GossamerError
 from gossamer.checkpoints import averaged
+from gossamer.checkpoints.background import Writer
 from tests import workers
 from tests.pool import on_workers
 from tests.world import close, flat, norm, train
@@ -87,6 +88,13 @@ def test_the_file_is_that_of_the_step_though_training_goes_on(world):
     again, _ = make(world)
     assert again.load(world.folder / "later")
     assert again.steps == 8
+
+
+def test_each_save_has_a_key_of_its_own():
+    writer, link = Writer(), object()
+    keys = [writer.key(link, step) for step in (50, 80, 50, 50, 60, 80, 45, 50)]
+    assert len({*keys}) == len(keys)
+    assert writer.key(object(), 50) == Writer().key(object(), 50), "a newcomer comes with new connections"
 
 
 @on_workers(2)

@@ -31,7 +31,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._problem: GossamerError | None = None
         self._copies: dict[str, Tensor] = {}  # kept from one save to the next: fresh memory would take longer than copying
-        self._last = (-1, 0)  # the step of the last save, and how many there were before it in that step
+        self._last: tuple[object, int, int, int] = (None, -1, 0, 0)  # of the last save: see key()
         self._awaited = threading.Event()
         self._deadline: float | None = None  # once it is awaited; None: it does not wait for others
 
@@ -46,11 +46,15 @@ class Writer:
         self._copies = {key: self._copies[key] for key in tensors}
         return self._copies
 
-    def key(self, step: int) -> str:
-        """Of the save that comes: new for each, and the same on all workers, newcomers included."""
-        last, count = self._last
-        self._last = step, count + 1 if step == last else 0
-        return f"{step}/{self._last[1]}"
+    def key(self, link: object, step: int) -> str:
+        """Of the save that comes: new for each on these connections, and the same on all workers, newcomers included. A job may go back to
+        an earlier step, and a step may be saved twice."""
+        of, last, again, back = self._last
+        if link is not of:
+            last, again, back = -1, 0, 0
+        again, back = again + 1 if step == last else 0, back + (step < last)
+        self._last = link, step, again, back
+        return f"{back}/{step}/{again}"
 
     def start(self, write: Callable[[], object]) -> None:
         def work() -> None:

@@ -56,7 +56,7 @@ def save_in_background(model: DecentralizedDataParallel, folder: Path, also: Map
     writer, driver, exchange, step = model._writer, model._driver, model._exchange, model.steps
     if (problem := _finish(model)) is not None:
         raise problem
-    commit = Commit(exchange, writer.key(step)) if exchange is not None else None
+    commit = Commit(exchange, writer.key(exchange.link, step)) if exchange is not None else None
     members = model.members
     try:
         if (fault := driver.fault()) is not None:
