@@ -154,8 +154,8 @@ def test_what_ddp_has_is_there_or_refused_with_advice(world):
     harmless = {"find_unused_parameters": True, "static_graph": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 25}
     nothing = dict.fromkeys(("output_device", "process_group", "mixed_precision", "device_mesh"))
     assert world.model(device_ids=None, broadcast_buffers=True, init_sync=True, **harmless, **nothing).steps == 0
-    assert DecentralizedDataParallel(small(), None).schedule.describe() == "one-peer-exponential"
-    assert DecentralizedDataParallel(small(), [torch.device("cpu")]).schedule.describe() == "one-peer-exponential"
+    assert DecentralizedDataParallel(small(), None).schedule.describe() == "auto"
+    assert DecentralizedDataParallel(small(), [torch.device("cpu")]).schedule.describe() == "auto"
     assert world.model(graph="all_reduce").averages_gradients
     assert world.model(graph="Ada_Auto").schedule.describe() == "ada-auto"
     model = world.model()
