@@ -11,11 +11,11 @@ from gossamer.dbench import spec as specs
 from gossamer.dbench.results import results
 from gossamer.dbench.store import FILE, Store
 from gossamer.graphs.rounds import Mean
-from gossamer.methods import METHODS, method
-from tests.models import Cnn, stopped_and_loaded, task
+from gossamer.methods import method
+from tests.models import OWN_METHODS, Cnn, stopped_and_loaded, task
 
 SETTINGS = Settings(8, 2, 8, optimizer=Recipe("sgd", 0.1), backend="loop", seed=3, partition="dirichlet:alpha=0.3")
-AROUND = [name for name in sorted(METHODS.makers) if name != "merge" and method(name).averages == "parameters"]
+AROUND = [name for name in OWN_METHODS if name != "merge" and method(name).averages == "parameters"]
 
 
 def made(algorithm, graph="ring", build=None, **more):

@@ -17,7 +17,7 @@ from gossamer.optim import BlockOptimizer
 from gossamer.rows.replicas import Replicas
 from gossamer.rows.vector import Gradients, Parameters
 from gossamer.transport.mixer import Mixer
-from tests.models import mlp, task
+from tests.models import OWN_METHODS, mlp, task
 
 N, COLUMNS = 6, 8
 GENERATOR = torch.Generator().manual_seed(7)
@@ -300,7 +300,7 @@ def graph_for(rule):
     return DIRECTED if rule.sums == "columns" else "complete" if rule.graphless else "ring"
 
 
-@pytest.mark.parametrize("name", sorted(METHODS.makers))
+@pytest.mark.parametrize("name", OWN_METHODS)
 def test_replicas_that_are_equal_and_see_the_same_are_as_one_alone(name):
     compressed = name in ("choco", "cd-adam", "adagossip")  # 8 bits round at random, and on each replica in another way
     text = f"{name}:wire=float32" if compressed else name
@@ -312,7 +312,7 @@ def test_replicas_that_are_equal_and_see_the_same_are_as_one_alone(name):
             close(now.x, alone.x.expand(n, -1))
 
 
-@pytest.mark.parametrize("name", [name for name in sorted(METHODS.makers) if keeps_the_mean(name)])
+@pytest.mark.parametrize("name", [name for name in OWN_METHODS if keeps_the_mean(name)])
 def test_without_gradients_the_mean_stays(name):
     for n in (1, 2, 5, 8):
         made = Run(name, "ring", n=n, h=torch.zeros_like(H))
@@ -321,7 +321,7 @@ def test_without_gradients_the_mean_stays(name):
             close(now.x.mean(0), mean, 1e-5 if name in ("choco", "cd-adam") else 1e-12)
 
 
-@pytest.mark.parametrize("name", sorted(METHODS.makers))
+@pytest.mark.parametrize("name", OWN_METHODS)
 def test_a_resumed_run_is_the_same_run(name, tmp_path):
     rule = method(name)
     toy = task(lambda: mlp().double())
@@ -340,7 +340,7 @@ def test_a_resumed_run_is_the_same_run(name, tmp_path):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 7])
-@pytest.mark.parametrize("name", sorted(METHODS.makers))
+@pytest.mark.parametrize("name", OWN_METHODS)
 def test_any_number_of_replicas_works(name, n):
     made = after(5, name, "ring", n=n)
     assert torch.isfinite(made).all()

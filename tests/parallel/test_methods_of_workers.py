@@ -5,12 +5,13 @@ import torch
 
 from gossamer import GossamerError, Recipe, Settings, Trainer
 from gossamer.data.tasks import Task
-from gossamer.methods import METHODS, method
+from gossamer.methods import method
+from tests.models import OWN_METHODS
 from tests.pool import on_workers
 from tests.world import close, flat, gan, loss_of, small, train
 
 LR, MOMENTUM, STEPS = 0.1, 0.9, 12
-NAMES = [name for name in sorted(METHODS.makers) if not method(name).does("merge")]  # a merge is average_() here: see below
+NAMES = [name for name in OWN_METHODS if not method(name).does("merge")]  # a merge is average_() here: see below
 
 
 OUTER = [
