@@ -187,6 +187,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., Iterator[str]]]] = {
     "exponential": (("hetero-exponential",), hetero_table),
     "n96": (("hetero-96", "scale"), ring_table),
     "cifar that differs": (("hetero-cifar",), hetero_table),
+    "cifar, 4 labels": (("hetero-cifar-classes",), hetero_table),
 }
 
 
