@@ -12,9 +12,9 @@ demo: $(READY)  ## DBench's quickstart on embedded data; ends with the path of a
 test: $(READY)  ## everything that is checked automatically
 	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/extras
 
-EXTRAS := tensorboard,wandb,mlflow,trackio,export,notebook,lightning,accelerate,transformers
-test-extras: $(READY)  ## with the real libraries of other people: loggers, notebooks, trainers
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
+EXTRAS := tensorboard,wandb,mlflow,trackio,export,notebook,lightning,accelerate,transformers,ray,slurm
+test-extras: $(READY)  ## with the real libraries of other people: loggers, notebooks, trainers, engines
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]' 'ray[train]'
 	timeout 600 $(BIN)/python -m pytest tests/extras
 
 test-release: $(READY)  ## wheel and sdist: built, checked, and used in a fresh environment

@@ -4,6 +4,7 @@ import gc
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -33,6 +34,7 @@ def forked(work, *arguments, env=None, **more):
     def be_it():
         code = 1
         try:
+            signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python begins; Popen has undone it
             gc.freeze()  # what is of this process keeps its descriptors, which are others there
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # Popen waits until one of them is closed
             sys.stdout, sys.stderr = (os.fdopen(stream, "w", 1, closefd=False) for stream in (1, 2))

@@ -12,6 +12,7 @@ import signal
 import sys
 import types
 
+import filelock  # noqa: F401
 import networkx  # noqa: F401  (what others do on Linux is theirs)
 import plotly.io  # noqa: F401
 import rich.console  # noqa: F401
@@ -37,18 +38,12 @@ def hide(platform):
     ctypes.CDLL = no_such_library
     if platform == "win32":
         sys.modules["fcntl"] = None
-        sys.modules["msvcrt"] = types.SimpleNamespace(LK_NBLCK=2, locking=locking)
     for name in ("resource", "termios", "pwd", "grp"):
         sys.modules[name] = None
 
 
 def no_such_library(*_, **__):
     raise AttributeError("prctl")
-
-
-def locking(descriptor, mode, count):
-    """What msvcrt.locking does, by the kernel's own lock of bytes: they are locked from where the file stands."""
-    os.lockf(descriptor, os.F_TLOCK, count)
 
 
 hide(sys.argv[1])

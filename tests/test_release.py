@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import gossamer
-from gossamer.data.locks import lock
 from gossamer.errors import OLDEST_TORCH, check_torch
 from tests.commands import ROOT, inside
 
@@ -86,11 +85,3 @@ def test_as_on_macos(tmp_path):
     assert "[0] hello" in done.stdout, done.stderr
     assert done.stdout.endswith("launch ends with 0\n")
     assert "gossamer: lab: needs Linux, whose network namespaces it is made of; this is darwin" in done.stderr
-
-
-def test_a_lock_is_held_by_one(tmp_path):
-    with open(tmp_path / "lock", "a+") as first, open(tmp_path / "lock", "a+") as second:
-        assert lock(first)
-        assert not lock(second)
-    with open(tmp_path / "lock", "a+") as third:
-        assert lock(third)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import re
 from pathlib import Path
 from typing import Annotated
 
 import torch
-import torch.distributed as dist
 import typer
 from rich.table import Table
 
@@ -18,22 +16,21 @@ import gossamer
 from gossamer import graphs
 from gossamer.apps import data_cli, tasks
 from gossamer.dbench import compare as comparing
+from gossamer.dbench import costs, engines, start
 from gossamer.dbench import report as reporting
-from gossamer.dbench import start
 from gossamer.dbench.export import export_command
 from gossamer.dbench.results import as_csv, as_table, results
 from gossamer.dbench.runner import bench
 from gossamer.dbench.spec import load, shipped
 from gossamer.dbench.store import FILE, Store
+from gossamer.dbench.watch import watch_command
 from gossamer.errors import GossamerError
 from gossamer.graphs import picture
 from gossamer.integrations.loggers import Named
-from gossamer.members.store import open_link
 from gossamer.runtime import commands as runtime
 from gossamer.runtime import doctor
 from gossamer.runtime.figure import show
 from gossamer.runtime.traces import trace_command
-from gossamer.transport.exchange import Exchange
 
 app = typer.Typer(
     help="Decentralized data-parallel training: compare it, look inside it.",
@@ -77,11 +74,21 @@ def bench_command(
         int | None,
         typer.Option(help="Cells that run side by side, one thread each. (default: one per core)", show_default=False),
     ] = None,
+    on: Annotated[
+        str, typer.Option("--on", metavar="ENGINE", help=f"Where runs are computed: {engines.KNOWN} (docs/engines.md).")
+    ] = engines.HERE,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda …")] = "cpu",
+    devices: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="Several of this machine, as in cuda:0,cuda:1: a cell on each.", show_default=False),
+    ] = None,
     checkpoint_seconds: Annotated[float, typer.Option(help="Save the running cells about this often.")] = 10.0,
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Go on with what the output folder holds, or refuse to.")
     ] = True,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Run nothing: estimate the cost from a few steps of each cell.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress display.")] = False,
     log: Annotated[
         str | None,
@@ -112,15 +119,20 @@ def bench_command(
     read = load(spec, changes or ())
     name = " ".join([read.name, *(changes or ())])
     folder = out or Path("runs") / (re.sub(r"[^\w.-]+", "-", name).strip("-.")[:100] or "bench")
+    if dry_run:
+        costs.show_estimate(read, device, jobs)
+        return
     if not resume and (folder / FILE).exists():
         raise GossamerError(f"{folder} holds results already, and --no-resume was given; choose another --out")
     loggers = Named(log, read.name, folder) if log else None
-    exchange, device = _workers(device, jobs)
+    exchange, device = engines.torchrun(device, jobs is not None or devices is not None or on != engines.HERE)
     outcome = bench(
         read,
         folder,
+        on=on,
         jobs=jobs,
         device=device,
+        devices=devices.split(",") if devices else (),
         checkpoint_seconds=checkpoint_seconds,
         quiet=quiet,
         exchange=exchange,
@@ -133,6 +145,7 @@ def bench_command(
         diverged = [run for run in Store(outcome.out / FILE).runs() if run.status == "diverged"]
         some = f", {len(diverged)} of them diverged" if diverged else ""
         typer.echo(f"{outcome.finished} of {outcome.total} runs are finished{some}. The report: {reporting.write(outcome.out)}")
+        typer.echo(costs.spent(Store(outcome.out / FILE)))
         for run in diverged[:_SHOWN]:
             typer.echo(f"gossamer: {run.cell} diverged: {run.message}", err=True)
         if len(diverged) > _SHOWN:
@@ -145,21 +158,6 @@ def bench_command(
         raise typer.Exit(130)
     if diverged:
         raise typer.Exit(1)
-
-
-def _workers(device: str, jobs: int | None) -> tuple[Exchange | None, str]:
-    """Under torchrun: the other processes, and the device that is ours."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return None, device
-    if jobs is not None:
-        raise GossamerError("--jobs is for one process; under torchrun all processes work on the same run")
-    if device == "cuda":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-    link = open_link(torch.device(device))
-    return (Exchange(link) if link else None), device
 
 
 @app.command("report")
@@ -331,6 +329,7 @@ def doctor_command() -> None:
 
 
 app.command("export")(export_command)
+app.command("watch")(watch_command)
 app.command("trace")(trace_command)
 app.command("plan")(runtime.plan_command)
 app.command("calibrate")(runtime.calibrate_command)

@@ -65,7 +65,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
-        _sync(path.parent)
+        sync(path.parent)
     except GossamerError:
         raise
     except (OSError, ValueError, RuntimeError) as error:
@@ -226,10 +226,10 @@ def _make(folder: Path) -> None:
     if not folder.is_dir():
         _make(folder.parent)
         folder.mkdir(exist_ok=True)
-        _sync(folder.parent)
+        sync(folder.parent)
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     """The names in a folder are on disk only after this: a power cut could take a new file away, or bring the old one back."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -15,12 +15,11 @@ from gossamer.checkpoints import checkpoint
 from gossamer.data import machine
 from gossamer.data.tasks import Task
 from gossamer.dbench import clock, logs
+from gossamer.dbench.records import FOLDER, Number, RecordFile, Rows
 from gossamer.dbench.spec import Cell, Spec
-from gossamer.dbench.store import Number, Store
 from gossamer.errors import TrainingDiverged
 from gossamer.rows.backends import Backend
-from gossamer.rows.profile import Profile
-from gossamer.trainer import EpochRecord, Trainer
+from gossamer.trainer import Trainer
 from gossamer.transport.exchange import Exchange
 
 Report = Callable[[int, int, float, float | None], None]  # step, steps, loss, latest value
@@ -29,6 +28,14 @@ Report = Callable[[int, int, float, float | None], None]  # step, steps, loss, l
 def trainer_for(spec: Spec, cell: Cell, task: Task, device: str, exchange: Exchange | None = None) -> Trainer:
     settings = replace(spec.settings(cell), device=device)
     return Trainer(task, settings, clock.topology(spec, spec.method(cell.method), task, cell.replicas), exchange=exchange)
+
+
+def timed_backend(spec: Spec, cell: Cell, task: Task, device: str) -> str:
+    """The fastest way to run the replicas of a cell, by a step of a trainer that is not used for more."""
+    trainer = trainer_for(spec, cell, task, device)
+    if trainer.replicas.backend is None:
+        trainer.replicas.gradients(task.loss, trainer.batches.batch(0), 0)
+    return str(trainer.replicas.backend)
 
 
 def run_cell(
@@ -44,18 +51,18 @@ def run_cell(
     note: str | None = None,
 ) -> bool:
     """Returns whether the cell was finished (and not stopped). With several processes all of them call it, and only the first
-    one has the store. ``note``: why the run begins anew."""
-    profiles: list[Profile] = []
-    epochs: list[EpochRecord] = []
-    numbers: list[Number] = []
+    one writes records. ``note``: why the run begins anew."""
+    if exchange is None and book.finished():
+        return True  # by a worker whose bench was gone by then
+    rows = Rows()
     trainer = trainer_for(spec, cell, task, device, exchange)
-    trainer.on_profile, trainer.on_epoch = profiles.append, epochs.append
+    trainer.on_profile, trainer.on_epoch = rows.profiles.append, rows.epochs.append
     trainer.on_step = lambda step, loss: report(
         step, trainer.steps, loss, trainer.history[-1].value if trainer.history else None
     )
     if every := spec.profile.every:
         # At the steps of the profile: what a method notes in each step would be more rows than it is worth.
-        trainer.now.on_note = lambda step, noted: numbers.extend(
+        trainer.now.on_note = lambda step, noted: rows.numbers.extend(
             Number(step, *one) for one in noted.items() if step % every == 0
         )
     if book.backend is not None:
@@ -64,16 +71,18 @@ def run_cell(
     if damage is not None:  # the trainer may hold some of it
         return run_cell(book, spec, cell, task, device, checkpoint_seconds, report, stop, exchange, damage)
     if not resumed:
+        if trainer.replicas.backend is None and exchange is None:  # the bench has no such device
+            trainer.replicas.backend = Backend.parse(timed_backend(spec, cell, task, device))
         where = machine.describe() | {"device": device} | ({"processes": exchange.size} if exchange else {})
-        book.write(Store.begin, where, str(trainer.replicas.backend), torch.get_num_threads(), trainer.replicas.slots)
+        book.write(RecordFile.begin, where, str(trainer.replicas.backend), torch.get_num_threads(), trainer.replicas.slots)
         if note is not None:
-            book.write(Store.note, "checkpoint", note)
+            book.write(RecordFile.note, "checkpoint", note)
 
-    def unsaved() -> tuple[list[Profile], list[EpochRecord], list, list[Number]]:
-        rows = (profiles.copy(), epochs.copy(), trainer.schedule.changes, numbers.copy())
-        for some in (profiles, epochs, numbers):
+    def unsaved() -> Rows:
+        found = Rows(rows.profiles.copy(), rows.epochs.copy(), trainer.schedule.changes, rows.numbers.copy())
+        for some in (rows.profiles, rows.epochs, rows.numbers):
             some.clear()
-        return rows
+        return found
 
     pause = _Pause(trainer, checkpoint_seconds)
     with logs.following(trainer, cell, book.log):
@@ -82,7 +91,7 @@ def run_cell(
                 trainer.run(stop=lambda: stop() or pause.due())
                 if trainer.step == trainer.steps:
                     break
-                book.write(Store.add, *unsaved())  # before the checkpoint: see store.py
+                book.write(RecordFile.add, unsaved())  # before the checkpoint, so that the file holds all that it knows
                 # A run that has gone wrong leaves no checkpoint; it is found out at the same step as if none had been tried.
                 with contextlib.suppress(TrainingDiverged):
                     trainer.save(book.path)
@@ -91,7 +100,7 @@ def run_cell(
                     return False
             result = trainer.evaluate_unless(stop, spec.profile.singles)
             if result is None:  # trained, and evaluated next time
-                book.write(Store.add, *unsaved())
+                book.write(RecordFile.add, unsaved())
                 trainer.save(book.path)
                 return False
             status, message = "done", None
@@ -109,39 +118,47 @@ def run_cell(
         "seconds": trainer.seconds,
         "consensus_distance": trainer.history[-1].consensus_distance if trainer.history else None,
     }
-    book.write(Store.finish, status, message, final, unsaved())
+    book.write(RecordFile.finish, status, message, final, unsaved())
     checkpoint.remove(book.path)
     return True
 
 
 @dataclass(frozen=True)
 class Book:
-    """Where one run is written down: its row in the store, its checkpoint, its logger. A process that is not the first has no store."""
+    """Where one run is written down: its checkpoint, its file of records, its logger. A process that is not the first has no records."""
 
-    store: Store | None
-    run: int
     path: Path
+    records: RecordFile | None
     backend: str | None
     log: logs.Loggers | None = None
 
+    def finished(self) -> bool:
+        record = self.records.read() if self.records is not None else None
+        return record is not None and record.finished
+
     def trusts(self, progress: dict[str, Any]) -> bool:
-        """Whether the store holds all that a checkpoint knows."""
-        if self.store is None:
+        """Whether the records hold all that a checkpoint knows."""
+        if self.records is None:
             return True
-        known = {e.epoch for e in self.store.epochs(self.run)}
-        return {e["epoch"] for e in progress["history"]} <= known and self.store.run(self.run).status == "running"
+        record = self.records.read()
+        if record is None or record.finished:
+            return False
+        return {e["epoch"] for e in progress["history"]} <= {e.epoch for e in record.rows.epochs}
 
     def write(self, how: Callable[..., None], *what: Any) -> None:
-        """``how``: a method of the store, for this run."""
-        if self.store is not None:
-            how(self.store, self.run, *what)
+        """``how``: a method of the file."""
+        if self.records is not None:
+            how(self.records, *what)
 
 
-def book(store: Store, cell: Cell, processes: int = 1, log: logs.Loggers | None = None) -> Book:
-    """In one process; with several, rank 0 tells the others what to write on theirs."""
-    run = store.find(cell).id
+def book(out: Path, store: str, run: int, backend: str | None, processes: int = 1, log: logs.Loggers | None = None) -> Book:
+    """In one process; with several, rank 0 tells the others what to write on theirs. ``store``: its identity."""
     name = f"{run}.ckpt" if processes == 1 else f"{run}.of-{processes}"
-    return Book(store, run, store.path.parent / "checkpoints" / name, store.meta(backend_key(cell.replicas, processes)), log)
+    return Book(out / "checkpoints" / name, RecordFile(records_path(out, run), store), backend, log)
+
+
+def records_path(out: Path, run: int) -> Path:
+    return out / FOLDER / f"{run}.records"
 
 
 def backend_key(replicas: int, processes: int) -> str:
@@ -163,7 +180,7 @@ class _Pause:
 
 
 def _resume(trainer: Trainer, book: Book) -> tuple[bool, str | None]:
-    """Go on from the checkpoint, if it can be read and the store holds all that it knows; else the run starts again. Returns whether
+    """Go on from the checkpoint, if it can be read and the records hold all that it knows; else the run starts again. Returns whether
     it was loaded, and what is wrong with a checkpoint that can't be."""
     if trainer.exchange is None and not book.path.exists():
         return False, None

@@ -1,4 +1,4 @@
-"""Runs the grid of a spec, cell by cell or several side by side, with one thread each: so results do not depend on how many.
+"""Runs the grid of a spec, cell by cell or several side by side on an engine, with one thread each: so results do not depend on how many.
 
 Finished cells are never repeated. One process at a time may write to an output folder.
 """
@@ -6,33 +6,32 @@ Finished cells are never repeated. One process at a time may write to an output 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-import multiprocessing
-import os
-import queue
-import signal
-import time
-import traceback
-from collections.abc import Callable, Iterator
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import filelock
 import torch
 from torch import nn
 
-from gossamer.apps import tasks
+from gossamer.checkpoints import checkpoint
 from gossamer.data import machine
-from gossamer.data.locks import lock
 from gossamer.data.sampling import sampler
-from gossamer.data.sources import held_out, source
+from gossamer.data.sources import source
 from gossamer.data.tasks import Task
-from gossamer.dbench import clock, logs, partition, search, signals
-from gossamer.dbench.cell import Book, backend_key, book, run_cell, trainer_for
+from gossamer.dbench import clock, engines, logs, partition, records, search, signals, work
+from gossamer.dbench.cell import Book, Report, backend_key, book, run_cell, timed_backend, trainer_for
 from gossamer.dbench.display import Display
 from gossamer.dbench.failures import NONE
 from gossamer.dbench.spec import Cell, Spec
 from gossamer.dbench.store import FILE, FINISHED, Run, Store
+from gossamer.dbench.work import Context
 from gossamer.errors import GossamerError
 from gossamer.members.outages import Attendance
 from gossamer.optim import BlockOptimizer
@@ -41,7 +40,8 @@ from gossamer.rows.replicas import Replicas, refuse_too_large
 from gossamer.transport.exchange import Exchange
 from gossamer.transport.routes import rows_of
 
-_BEAT = 0.1  # seconds between two progress messages of one cell
+_LOOK = 0.2  # seconds between two looks at what workers say
+_TRIES = 3  # of a cell whose worker is lost
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,21 @@ def bench(
     out: Path | str,
     *,
     task: Task | None = None,
+    on: str | Executor = engines.HERE,
     jobs: int | None = None,
     device: str = "cpu",
+    devices: Sequence[str] = (),
     checkpoint_seconds: float = 10.0,
     quiet: bool = False,
     exchange: Exchange | None = None,
     log: logs.Loggers | None = None,
 ) -> Outcome:
-    """Run what is not finished yet. ``task`` replaces the spec's named task by your own (in this process, one job).
+    """Run what is not finished yet. ``task`` replaces the spec's named task by your own; unless ``jobs`` or ``on`` say more, it runs in
+    this process.
 
-    ``exchange``: the replicas of each cell are spread over its processes, all of which call this; the first one writes. ``log``: makes
-    a logger of a run's name; with several jobs it must be picklable."""
+    ``on``: where cells run, ``"local"`` or an executor of your own, whose workers are processes (or one thread). ``jobs``: so many cells
+    side by side on this machine; ``devices``: they take these in turn. ``exchange``: the replicas of each cell are spread over its
+    processes, all of which call this; the first one writes. ``log``: makes a logger of a run's name."""
     out = Path(out)
     declared, chosen = spec, None
     if spec.search is not None:
@@ -80,8 +84,10 @@ def bench(
             search.grid(spec),
             out / search.FOLDER,
             task=task,
+            on=on,
             jobs=jobs,
             device=device,
+            devices=devices,
             checkpoint_seconds=checkpoint_seconds,
             quiet=quiet,
             exchange=exchange,
@@ -92,44 +98,185 @@ def bench(
         if exchange is not None:
             chosen = exchange.share(chosen)
         spec = search.tuned(spec, chosen)
-    context = _Context(spec, declared, chosen, out, task, device, checkpoint_seconds, log)
+    device, where = devices[0] if devices else device, engines.Where(on, jobs, tuple(devices))
+    if where.here:
+        for one in devices or [device]:
+            _check_device(one)
+    context = Context(spec, out.absolute(), task, device, checkpoint_seconds, log, bench=uuid.uuid4().hex)
     made = context.made_task()
     if exchange is not None:
-        return _together(context, made, exchange, quiet)
-    if jobs is not None and jobs < 1:
-        raise GossamerError(f"jobs={jobs} is out of range; at least one cell runs at a time")
-    with _locked(out), _one_thread():
-        store, runs, pending = _open(context, made)
-        wanted = jobs or (1 if task is not None or device != "cpu" else machine.cores())
-        with signals.interruptible() as stop, Display(len(runs), len(runs) - len(pending), quiet) as display:
-            _choose_backends(store, spec, made, pending, device, display)
-            if min(wanted, len(pending)) <= 1:
-                _inline(context, store, made, pending, display, stop)
-            else:
-                _side_by_side(context, pending, min(wanted, len(pending)), display, stop)
-        finished = sum(run.status in FINISHED for run in store.runs())
-        store.close()
-    return Outcome(out, finished, len(runs))
+        return _together(_Asked(out, declared, chosen), context, made, exchange, quiet)
+    default = 1 if task is not None or device != "cpu" else machine.cores()
+    with _locked(out, context.bench), _one_thread():
+        grid = _Grid.opened(_Asked(out, declared, chosen), context, made)
+        total, left = len(grid.runs), len(grid.pending)
+        with signals.interruptible() as stop, Display(total, total - left, quiet) as display:
+            if where.here or device == "cpu":
+                grid.choose_backends(made, display)
+            with where.executor(default, left, grid.context) as executor:
+                if executor is None:
+                    _in_this_process(grid, made, display, stop)
+                else:
+                    _on_engine(grid, executor, display, stop)
+        finished = sum(run.status in FINISHED for run in grid.store.runs())
+        grid.store.close()
+    return Outcome(out, finished, total)
 
 
-def _open(context: _Context, task: Task, processes: int = 1) -> tuple[Store, list[Run], list[Cell]]:
-    """The store, its runs, and the cells that are still to be run."""
-    model = _check(context.spec, task, context.device, processes)
-    predicted = clock.predict(context.spec, task)
-    shapes = {"name": task.name, "train": source(task.train).describe(), "test": source(task.test).describe()}
-    store = Store.create(context.out / FILE, context.declared, (task.metric.name, task.metric.higher_is_better), shapes)
-    if context.chosen is not None:
-        store.set_meta(search.KEY, context.chosen)
-    if store.meta("batch_norm_layers") is None:
-        store.set_meta("batch_norm_layers", len(batch_norm.layers(model)))
-    partition.keep(store, context.spec, task)
-    if predicted is not None:
-        store.set_meta(clock.KEY, predicted)
-    runs = store.runs()
-    return store, runs, [r.cell for r in runs if r.status not in FINISHED]
+@dataclass(frozen=True)
+class _Asked:
+    """``declared``: what the person's spec says, before a search has ``chosen`` settings."""
+
+    out: Path
+    declared: Spec
+    chosen: list[dict[str, Any]] | None
 
 
-def _together(context: _Context, task: Task, exchange: Exchange, quiet: bool) -> Outcome:
+@dataclass(frozen=True)
+class _Grid:
+    """The store, its runs when it was opened, and the cells that are still to be run. Only this process writes the store."""
+
+    context: Context
+    store: Store
+    runs: dict[Cell, Run]
+    pending: list[Cell]
+
+    @classmethod
+    def opened(cls, asked: _Asked, context: Context, task: Task, processes: int = 1) -> _Grid:
+        spec = context.spec
+        model = _check(spec, task, context.device, processes)
+        predicted = clock.predict(spec, task)
+        shapes = {"name": task.name, "train": source(task.train).describe(), "test": source(task.test).describe()}
+        store = Store.create(asked.out / FILE, asked.declared, (task.metric.name, task.metric.higher_is_better), shapes)
+        if asked.chosen is not None:
+            store.set_meta(search.KEY, asked.chosen)
+        if store.meta("batch_norm_layers") is None:
+            store.set_meta("batch_norm_layers", len(batch_norm.layers(model)))
+        partition.keep(store, spec, task)
+        if predicted is not None:
+            store.set_meta(clock.KEY, predicted)
+        runs = {run.cell: run for run in store.runs()}
+        grid = cls(replace(context, store=store.identity()), store, runs, [])
+        for cell, run in runs.items():
+            if run.status not in FINISHED and not grid.take(cell):
+                grid.pending.append(cell)
+        return grid
+
+    def book(self, cell: Cell, processes: int = 1) -> Book:
+        context, backend = self.context, self.backend(cell.replicas, processes)
+        return book(context.out, context.store, self.runs[cell].id, backend, processes, context.log)
+
+    def backend(self, replicas: int, processes: int = 1) -> str | None:
+        return self.store.meta(backend_key(replicas, processes))
+
+    def take(self, cell: Cell, data: bytes | None = None) -> bool:
+        """A finished run into the store, from its file or from what a worker has sent of it."""
+        here = self.book(cell)
+        assert here.records is not None
+        record = here.records.read() if data is None else here.records.parse(data)
+        if record is None or not record.finished:
+            return False
+        self.store.take(self.runs[cell].id, record)
+        here.records.path.unlink(missing_ok=True)
+        checkpoint.remove(here.path)
+        return True
+
+    def choose_backends(self, task: Task, display: Display) -> None:
+        """The backend is timed once per number of replicas and then kept, so that a resumed run takes the same path."""
+        spec = self.context.spec
+        for n in dict.fromkeys(cell.replicas for cell in self.pending):
+            if self.backend(n) is not None:
+                continue
+            cell = next(cell for cell in self.pending if cell.replicas == n)
+            if spec.backend == "auto":
+                display.note(f"n={n}: finding the fastest way to run {n} replicas")
+            self.store.set_meta(backend_key(n, 1), timed_backend(spec, cell, task, self.context.device))
+
+
+def _in_this_process(grid: _Grid, task: Task, display: Display, stop: Callable[[], bool]) -> None:
+    context = grid.context
+    for cell in grid.pending:
+        run, here = grid.runs[cell].id, grid.book(cell)
+        grid.store.mark_running(run)
+        with work.reporting(context.out, run, functools.partial(display.step, cell)) as report:
+            finished = run_cell(here, context.spec, cell, task, context.device, context.checkpoint_seconds, report, stop)
+        if finished and grid.take(cell):
+            display.finished(cell, grid.store.run(run))
+        if stop():
+            return
+
+
+def _on_engine(grid: _Grid, executor: Executor, display: Display, stop: Callable[[], bool]) -> None:
+    """All cells at once: the engine has the queue. A cell whose worker is lost goes on from its checkpoint in another one."""
+    context, packed = grid.context, grid.context.packed()
+    cells = {run.id: cell for cell, run in grid.runs.items()}
+    lost, began = Counter[Cell](), set[int]()
+    running: dict[Future[work.Answer], Cell] = {}
+    failure: str | None = None
+    stopping = False
+
+    def submit(cell: Cell) -> None:
+        try:
+            future = executor.submit(work.work, packed, cell, grid.runs[cell].id, grid.backend(cell.replicas))
+        except RuntimeError as error:
+            raise GossamerError(f"{cell} can't be given to a worker: {error}") from None
+        running[future] = cell
+
+    try:
+        for cell in grid.pending:
+            submit(cell)
+        while running:
+            done, _ = wait(running, _LOOK, FIRST_COMPLETED)
+            for run, said in work.said(context.out).items():
+                display.step(cells[run], said["step"], said["steps"], said["loss"], said["value"])
+                if run not in began:
+                    began.add(run)
+                    grid.store.mark_running(run)
+            for future in done:
+                cell = running.pop(future)
+                answer = _answer(future)
+                if isinstance(answer, Exception):
+                    lost[cell] += 1
+                    if lost[cell] < _TRIES and not stopping:
+                        display.note(
+                            f"{cell}: its worker is lost ({answer or type(answer).__name__}); the cell goes on in another one"
+                        )
+                        submit(cell)
+                    elif not stopping:
+                        failure = failure or (
+                            f"{cell}: its worker ended by itself {_TRIES} times ({answer or type(answer).__name__}); "
+                            "that can mean too little memory: try fewer cells side by side"
+                        )
+                elif answer.error is not None:
+                    failure = failure or answer.error
+                elif answer.finished and grid.take(cell, answer.records):
+                    display.finished(cell, grid.store.run(grid.runs[cell].id))
+            if not stopping and (failure is not None or stop()):
+                stopping = True
+                _stop_workers(context)
+                for future, cell in list(running.items()):
+                    if grid.runs[cell].id not in began and future.cancel():
+                        del running[future]
+    finally:
+        _stop_workers(context)
+    if failure is not None:
+        raise GossamerError(failure)
+
+
+def _stop_workers(context: Context) -> None:
+    with contextlib.suppress(OSError):  # the disk is full: they find out by themselves
+        work.tell(context.out, context.bench, stop=True)
+
+
+def _answer(future: Future[work.Answer]) -> work.Answer | Exception:
+    """The cell's, or what the engine says of a worker that is lost."""
+    try:
+        return future.result()
+    except Exception as error:
+        return error
+
+
+def _together(asked: _Asked, context: Context, task: Task, exchange: Exchange, quiet: bool) -> Outcome:
     """Every cell in all processes at once. Rank 0 has the store and the display, and tells the others what comes next."""
     p = exchange.size
     if any(name != NONE for name in context.spec.failures):
@@ -139,38 +286,44 @@ def _together(context: _Context, task: Task, exchange: Exchange, quiet: bool) ->
     with contextlib.ExitStack() as stack:
         stack.enter_context(_one_thread())
         stop = stack.enter_context(signals.interruptible())
-        store: Store | None = None
-        runs: list[Run] = []
-        pending: list[Cell] = []
+        grid: _Grid | None = None
         failed: str | None = None
         if exchange.rank == 0:
             try:
-                stack.enter_context(_locked(context.out))
-                store, runs, pending = _open(context, task, p)
+                stack.enter_context(_locked(asked.out, context.bench))
+                grid = _Grid.opened(asked, context, task, p)
             except GossamerError as error:
                 failed = str(error)
-        failed, total, names = exchange.share([failed, len(runs), [list(astuple(c)) for c in pending]])
+        mine = (len(grid.runs), [list(astuple(c)) for c in grid.pending]) if grid is not None else (0, [])
+        failed, total, names = exchange.share([failed, *mine])
         if failed:
             raise GossamerError(failed)
-        display = stack.enter_context(Display(total, total - len(names), quiet or store is None))
+        display = stack.enter_context(Display(total, total - len(names), quiet or grid is None))
         finished = total - len(names)
         for cell in (Cell(*name) for name in names):
-            page = _page(context, store, cell, task, exchange, display)
-            report = _throttled(lambda *message, cell=cell: display.step(cell, *message))
-            if run_cell(page, context.spec, cell, task, context.device, context.checkpoint_seconds, report, stop, exchange):
-                finished += 1
-                if store is not None:
-                    display.finished(cell, store.find(cell))
+            page = _page(context, grid, cell, task, exchange, display)
+            with contextlib.ExitStack() as reports:
+                report: Report = lambda *message: None  # noqa: E731
+                if grid is not None:
+                    run = grid.runs[cell].id
+                    grid.store.mark_running(run)
+                    report = reports.enter_context(work.reporting(context.out, run, functools.partial(display.step, cell)))
+                done = run_cell(
+                    page, context.spec, cell, task, context.device, context.checkpoint_seconds, report, stop, exchange
+                )
+            finished += done
+            if done and grid is not None and grid.take(cell):
+                display.finished(cell, grid.store.run(run))
             if exchange.share(stop()):
                 break
-        return Outcome(context.out, finished, total)
+        return Outcome(asked.out, finished, total)
 
 
-def _page(context: _Context, store: Store | None, cell: Cell, task: Task, exchange: Exchange, display: Display) -> Book:
-    """The same run, checkpoint folder and backend for all processes."""
+def _page(context: Context, grid: _Grid | None, cell: Cell, task: Task, exchange: Exchange, display: Display) -> Book:
+    """The same checkpoint folder and backend for all processes."""
     n, p = cell.replicas, exchange.size
-    mine = book(store, cell, p) if store is not None else None
-    run, path, backend = exchange.share([mine.run, str(mine.path), mine.backend] if mine is not None else None)
+    mine = grid.book(cell, p) if grid is not None else None
+    path, backend = exchange.share([str(mine.path), mine.backend] if mine is not None else None)
     if backend is None:
         trainer = trainer_for(context.spec, cell, task, context.device, exchange)
         if trainer.replicas.backend is None:
@@ -178,17 +331,20 @@ def _page(context: _Context, store: Store | None, cell: Cell, task: Task, exchan
             rows = trainer.mixer.rows
             trainer.replicas.gradients(task.loss, trainer.batches.batch(0, rows.start, len(rows)), 0)
         backend = exchange.share(str(trainer.replicas.backend))
-        if store is not None:
-            store.set_meta(backend_key(n, p), backend)
-    return Book(store, run, Path(path), backend, context.log)
+        if grid is not None:
+            grid.store.set_meta(backend_key(n, p), backend)
+    return Book(Path(path), mine.records if mine is not None else None, backend, context.log)
 
 
-def _check(spec: Spec, task: Task, device: str, processes: int) -> nn.Module:
-    """What can only be known with the task at hand, before a store is made for it. Returns the task's model."""
+def _check_device(device: str) -> None:
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise GossamerError(f"device {device!r} can't be used here: {str(error).splitlines()[0]}") from None
+
+
+def _check(spec: Spec, task: Task, device: str, processes: int) -> nn.Module:
+    """What can only be known with the task at hand, before a store is made for it. Returns the task's model."""
     one = Replicas(task.build, 1)
     refuse_too_large(one.template, max(spec.replicas) // processes, torch.device(device))
     steps = {}
@@ -202,155 +358,28 @@ def _check(spec: Spec, task: Task, device: str, processes: int) -> nn.Module:
     return one.template
 
 
-@dataclass(frozen=True)
-class _Context:
-    """What a worker process needs to know. ``declared``: what the person's spec says, before a search has ``chosen`` settings."""
-
-    spec: Spec
-    declared: Spec
-    chosen: list[dict[str, Any]] | None
-    out: Path
-    task: Task | None
-    device: str
-    checkpoint_seconds: float
-    log: logs.Loggers | None = None
-
-    def made_task(self) -> Task:
-        named = self.spec.task
-        task = self.task or tasks.make(named.name, Path(named.data) if named.data else None, named.options, named.batch)
-        if named.validation is None:
-            return task
-        train, test = held_out(task.train, named.validation)
-        return replace(task, train=train, test=test)
-
-
-def _choose_backends(store: Store, spec: Spec, task: Task, pending: list[Cell], device: str, display: Display) -> None:
-    """The backend is timed once per number of replicas and then kept, so that a resumed run takes the same path."""
-    for n in dict.fromkeys(cell.replicas for cell in pending):
-        if store.meta(backend_key(n, 1)) is not None:
-            continue
-        cell = next(cell for cell in pending if cell.replicas == n)
-        trainer = trainer_for(spec, cell, task, device)
-        if trainer.replicas.backend is None:
-            display.note(f"n={n}: finding the fastest way to run {n} replicas")
-            trainer.replicas.gradients(task.loss, trainer.batches.batch(0), 0)
-        store.set_meta(backend_key(n, 1), str(trainer.replicas.backend))
-
-
-def _inline(
-    context: _Context, store: Store, task: Task, pending: list[Cell], display: Display, stop: Callable[[], bool]
-) -> None:
-    for cell in pending:
-        report = _throttled(lambda *message, cell=cell: display.step(cell, *message))
-        page = book(store, cell, log=context.log)
-        if run_cell(page, context.spec, cell, task, context.device, context.checkpoint_seconds, report, stop):
-            display.finished(cell, store.find(cell))
-        if stop():
-            return
-
-
-def _side_by_side(context: _Context, pending: list[Cell], jobs: int, display: Display, stop: Callable[[], bool]) -> None:
-    """``jobs`` worker processes take cells in turn. They end with this process, whatever ends it."""
-    spawn = multiprocessing.get_context("spawn")
-    todo: Any = spawn.SimpleQueue()
-    messages: Any = spawn.Queue()
-    stopping = spawn.Event()
-    for cell in [*pending, *[None] * jobs]:
-        todo.put(cell)
-    workers = [spawn.Process(target=_worker, args=(context, os.getpid(), todo, messages, stopping)) for _ in range(jobs)]
-    with signals.ctrl_c_waits():
-        for worker in workers:
-            worker.start()
-    store = Store(context.out / FILE)
-    failure: str | None = None
-    try:
-        while any(worker.is_alive() for worker in workers) or not messages.empty():
-            if stop():
-                stopping.set()
-            try:
-                kind, cell, content = messages.get(timeout=0.2)
-            except queue.Empty:
-                continue
-            if kind == "step":
-                display.step(cell, *content)
-            elif kind == "finished":
-                display.finished(cell, store.find(cell))
-            elif kind == "error":
-                failure = failure or content
-                stopping.set()
-    finally:
-        stopping.set()
-        for worker in workers:
-            worker.join(timeout=60)
-            if worker.is_alive():
-                worker.kill()
-        store.close()
-    if failure is None and not stop() and any(worker.exitcode for worker in workers):
-        codes = ", ".join(str(worker.exitcode) for worker in workers)
-        failure = f"a worker process ended by itself (exit codes {codes}; -9 can mean too little memory: try a smaller --jobs)"
-    if failure is not None:
-        raise GossamerError(failure)
-
-
-def _worker(context: _Context, parent: int, todo: Any, messages: Any, stopping: Any) -> None:
-    signals.die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent tells us what to do
-    torch.set_num_threads(1)
-    cell: Cell | None = None
-    try:
-        task = context.made_task()
-        store = Store(context.out / FILE)
-        while (cell := todo.get()) is not None and not stopping.is_set():
-            here = cell
-            report = _throttled(lambda *message, here=here: messages.put(("step", here, message)))
-            page = book(store, cell, log=context.log)
-            if run_cell(page, context.spec, cell, task, context.device, context.checkpoint_seconds, report, stopping.is_set):
-                messages.put(("finished", cell, None))
-        store.close()
-    except GossamerError as error:
-        messages.put(("error", cell, f"{cell}: {error}"))
-    except OSError as error:
-        messages.put(("error", cell, f"{cell}: {error}; finished runs are kept"))
-    except Exception:
-        messages.put(("error", cell, f"{cell} failed:\n{traceback.format_exc()}"))
-
-
-def _throttled(send: Callable[..., None]) -> Callable[[int, int, float, float | None], None]:
-    last = 0.0
-
-    def report(step: int, steps: int, loss: float, value: float | None) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= _BEAT or step == steps:
-            last = now
-            send(step, steps, loss, value)
-
-    return report
-
-
 @contextlib.contextmanager
-def _locked(out: Path) -> Iterator[None]:
+def _locked(out: Path, bench: str) -> Iterator[None]:
     """The lock goes with the process that holds it, however it ends."""
-    path = out / "lock"
     try:
-        (out / "checkpoints").mkdir(parents=True, exist_ok=True)
+        for folder in ("checkpoints", records.FOLDER):
+            (out / folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise GossamerError(f"{out} can't be made: {error.strerror}; choose another --out") from None
+    lock = filelock.FileLock(out / "lock")
     try:
-        file = open(path, "a+")  # noqa: SIM115  (held open as long as we run)
+        lock.acquire(timeout=0)
+        work.tell(out, bench, stop=False)
+    except filelock.Timeout:
+        raise GossamerError(f"another gossamer bench (pid {work.teller(out) or 'unknown'}) is writing to {out}") from None
     except OSError as error:
-        raise GossamerError(f"{out} can't be written: {error.strerror}; choose another --out") from None
-    with file:
-        if not lock(file):
-            file.seek(0)
-            raise GossamerError(f"another gossamer bench (pid {file.read().strip() or 'unknown'}) is writing to {out}")
-        try:
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
-        except OSError as error:
-            raise GossamerError(f"{out} can't be written: {error.strerror}; free some space or choose another --out") from None
+        raise GossamerError(f"{out} can't be written: {error.strerror}; free some space or choose another --out") from None
+    try:
+        for left in (out / records.FOLDER).glob("*.progress*"):
+            left.unlink(missing_ok=True)  # by a worker that was killed
         yield
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager

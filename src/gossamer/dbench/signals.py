@@ -1,33 +1,34 @@
-"""Ctrl-C, and processes that end with their parent: Linux has all of it, macOS and Windows a part."""
+"""Ctrl-C, and processes that end with their parent."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
-import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+_LOOK = 0.5  # seconds between two looks at the parent
 
-@contextlib.contextmanager
-def ctrl_c_waits() -> Iterator[None]:
-    """It is for this process alone to handle: workers start with it blocked, and one that comes meanwhile waits for us."""
+
+def block_ctrl_c() -> None:
+    """In this thread, and in all processes that it starts."""
     mask = getattr(signal, "pthread_sigmask", None)  # not on Windows
     if mask is not None:
         mask(signal.SIG_BLOCK, {signal.SIGINT})
-    yield
-    if mask is not None:
-        mask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def die_with(parent: int) -> None:
-    """If the parent is killed, so is this worker: its results would not be written down. (Linux; elsewhere it ends at its next cell.)"""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
+def end_with(parent: int) -> None:
+    """If the parent is gone, so is this worker soon: its result would not be taken. (Not on Windows, where it ends after its cell.)"""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextlib.contextmanager

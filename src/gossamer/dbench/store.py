@@ -1,7 +1,7 @@
-"""The store: one SQLite file (WAL) per output folder. Readable while a run goes on; the schema is in docs/store.md.
+"""The store: one SQLite file per output folder. Readable while a bench goes on; the schema is in docs/store.md.
 
-What a run brings is written in one transaction before each checkpoint and at the end: so the store always holds at least
-what the checkpoint knows, and a resumed run, which repeats its steps bit for bit, writes the same rows again.
+Only the bench writes it: when a run is finished, what its file says (records.py) becomes rows, in one transaction. That needs no shared
+memory, which SQLite's WAL would: so the folder may be on a network file system.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
+import uuid
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from gossamer.dbench import records
 from gossamer.dbench.failures import NONE
+from gossamer.dbench.records import Number, Record, Rows
 from gossamer.dbench.spec import Cell, Spec, build, differences
 from gossamer.errors import GossamerError
 from gossamer.rows.profile import Profile
@@ -34,7 +37,7 @@ CREATE TABLE runs (
     id INTEGER PRIMARY KEY, method TEXT NOT NULL, replicas INTEGER NOT NULL, seed INTEGER NOT NULL, failures TEXT NOT NULL,
     status TEXT NOT NULL, message TEXT, machine TEXT, backend TEXT, threads INTEGER, tensors TEXT, steps INTEGER,
     value REAL, value_mean REAL, value_worst REAL, value_spread REAL, value_own REAL, value_train REAL,
-    bytes INTEGER, seconds REAL, consensus_distance REAL,
+    bytes INTEGER, seconds REAL, consensus_distance REAL, processor_seconds REAL,
     UNIQUE (method, replicas, seed, failures));
 CREATE TABLE epochs (
     run INTEGER NOT NULL, epoch INTEGER NOT NULL, step INTEGER NOT NULL, lr REAL, train_loss REAL, value REAL, graph TEXT,
@@ -54,6 +57,7 @@ CREATE TABLE IF NOT EXISTS numbers (
 _PENDING = "INSERT INTO runs (method, replicas, seed, failures, status) VALUES (?, ?, ?, ?, 'pending')"
 _GROWS = ("methods", "replicas", "seeds")  # keys of a spec that may get more values: finished runs stay what they are
 FINISHED = ("done", "diverged")
+_IDENTITY = "identity"  # of the store, in meta
 
 
 @dataclass(frozen=True)
@@ -63,15 +67,6 @@ class ProfileRow:
     consensus_distance: float
     bytes: int
     norms: np.ndarray  # float32 [replicas that took part, tensors]
-
-
-@dataclass(frozen=True)
-class Number:
-    """What a method has noted of a step."""
-
-    step: int
-    name: str
-    value: float | None  # None: not a number
 
 
 @dataclass(frozen=True)
@@ -99,6 +94,7 @@ class Run:
     failures: str = NONE
     value_spread: float | None = None
     value_own: float | None = None
+    processor_seconds: float | None = None  # with evaluation, and steps that a kill has lost
 
     @property
     def cell(self) -> Cell:
@@ -141,8 +137,9 @@ class Store:
                 new = path.with_suffix(".new")
                 for leftover in (new, *path.parent.glob(new.name + "-*")):
                     leftover.unlink(missing_ok=True)
-                for checkpoint in (path.parent / "checkpoints").glob("*.ckpt*"):
-                    checkpoint.unlink()  # of a store that is gone: its runs begin again
+                left = [*(path.parent / "checkpoints").glob("*.ckpt*"), *(path.parent / records.FOLDER).glob("*.records")]
+                for file in left:
+                    file.unlink()  # of a store that is gone: its runs begin again
                 db = sqlite3.connect(new, isolation_level=None)
                 db.executescript(_SCHEMA)
                 db.execute(f"PRAGMA application_id = {_APPLICATION}")
@@ -151,9 +148,11 @@ class Store:
                 db.executemany(_PENDING, [astuple(cell) for cell in spec.cells()])
                 db.close()
                 new.rename(path)
-                with contextlib.closing(sqlite3.connect(path)) as fresh:
-                    fresh.execute("PRAGMA journal_mode = WAL")
         store = cls(path)
+        with contextlib.suppress(
+            sqlite3.OperationalError
+        ):  # an older store that is being read stays in WAL mode until next time
+            store._db.execute("PRAGMA journal_mode = DELETE")
         for key, value in meta.items():
             # The spec through today's Spec, so that a key which is new since then and has its default is no difference.
             before = store.spec().model_dump(mode="json") if key == "spec" else store.meta(key)
@@ -184,11 +183,11 @@ class Store:
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
+                self._db.execute("COMMIT")
             except BaseException:
                 with contextlib.suppress(sqlite3.Error):
                     self._db.execute("ROLLBACK")
                 raise
-            self._db.execute("COMMIT")
 
     def _query(self, sql: str, *arguments: Any) -> list[tuple[Any, ...]]:
         with _clear_errors(self.path):
@@ -203,10 +202,10 @@ class Store:
     def spec(self) -> Spec:
         return build(self.meta("spec"), str(self.path), stored=True)
 
-    def runs(self) -> list[Run]:
+    def runs(self, where: str = "", *arguments: Any) -> list[Run]:
         there, otherwise = self._columns("runs"), {"failures": f"'{NONE}'"}  # of older versions some are missing
         columns = ", ".join(name if name in there else otherwise.get(name, "NULL") for name in Run.__dataclass_fields__)
-        rows = self._query(f"SELECT {columns} FROM runs ORDER BY id")
+        rows = self._query(f"SELECT {columns} FROM runs {where} ORDER BY id", *arguments)
         named = [dict(zip(Run.__dataclass_fields__, row, strict=True)) for row in rows]
         return [Run(**(row | {"tensors": tuple(json.loads(row["tensors"] or "[]"))})) for row in named]
 
@@ -215,7 +214,7 @@ class Store:
         return {row[1] for row in self._query(f"PRAGMA table_info({table})")}
 
     def run(self, run: int) -> Run:
-        return next(r for r in self.runs() if r.id == run)
+        return self.runs("WHERE id = ?", run)[0]
 
     def epochs(self, run: int) -> list[EpochRecord]:
         columns = ", ".join(EpochRecord.__dataclass_fields__)
@@ -253,63 +252,52 @@ class Store:
         with self._transaction() as db:
             db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
 
-    def begin(self, run: int, machine: dict[str, Any], backend: str, threads: int, tensors: Sequence[str]) -> None:
-        """The run starts from its first step: nothing of an earlier try stays."""
+    def identity(self) -> str:
+        """Of this store among all: files of runs name it."""
+        if self.meta(_IDENTITY) is None:
+            self.set_meta(_IDENTITY, uuid.uuid4().hex)
+        return self.meta(_IDENTITY)
+
+    def mark_running(self, run: int) -> None:
+        with self._transaction() as db:
+            db.execute("UPDATE runs SET status = 'running' WHERE id = ?", (run,))
+
+    def take(self, run: int, record: Record) -> None:
+        """What the file of a run says, in one transaction: a run is finished whole or not at all."""
+        begun = record.begun
+        values: dict[str, Any] = {
+            "status": record.status,
+            "message": record.message,
+            "machine": json.dumps(begun["machine"]),
+            "backend": begun["backend"],
+            "threads": begun["threads"],
+            "tensors": json.dumps(begun["tensors"]),
+        }
+        there = self._columns("runs")
+        numbers = record.result | {"processor_seconds": record.processor_seconds}
+        values |= {name: number for name, number in numbers.items() if name in there}
+        columns = ", ".join(f"{name} = ?" for name in values)
         with self._transaction() as db:
             for table in filter(self._columns, ("epochs", "profiles", "events", "numbers")):
                 db.execute(f"DELETE FROM {table} WHERE run = ?", (run,))
-            db.execute(
-                "UPDATE runs SET status = 'running', message = NULL, machine = ?, backend = ?, threads = ?, tensors = ? WHERE id = ?",
-                (json.dumps(machine), backend, threads, json.dumps(list(tensors)), run),
-            )
-
-    def note(self, run: int, kind: str, reason: str, step: int = 0) -> None:
-        """An event that is no change of the graph. It stays until the run begins anew."""
-        with self._transaction() as db:
-            db.execute("INSERT OR REPLACE INTO events VALUES (?, ?, 0, ?, NULL, ?)", (run, step, kind, reason))
-
-    def add(
-        self,
-        run: int,
-        profiles: Sequence[Profile],
-        epochs: Sequence[EpochRecord],
-        changes: Sequence[Change],
-        numbers: Sequence[Number] = (),
-    ) -> None:
-        with self._transaction() as db:
-            _add(db, run, profiles, epochs, changes, numbers)
-
-    def finish(
-        self, run: int, status: str, message: str | None, numbers: dict[str, float | int | None], rest: tuple[Any, ...]
-    ) -> None:
-        """The last rows and the result in one transaction: a run is finished whole or not at all."""
-        with self._transaction() as db:
-            _add(db, run, *rest)
-            numbers = {name: number for name, number in numbers.items() if name in self._columns("runs")}
-            columns = ", ".join(f"{name} = ?" for name in numbers)
-            db.execute(
-                f"UPDATE runs SET status = ?, message = ?, {columns} WHERE id = ?", (status, message, *numbers.values(), run)
-            )
+            _add(db, run, record.rows)
+            notes = [(run, kind, text) for kind, text in record.notes]
+            db.executemany("INSERT OR REPLACE INTO events VALUES (?, 0, 0, ?, NULL, ?)", notes)
+            db.execute(f"UPDATE runs SET {columns} WHERE id = ?", (*values.values(), run))
 
 
-def _add(
-    db: sqlite3.Connection,
-    run: int,
-    profiles: Sequence[Profile],
-    epochs: Sequence[EpochRecord],
-    changes: Sequence[Change],
-    numbers: Sequence[Number] = (),
-) -> None:
-    blobs = [(run, p.step, p.epoch, p.consensus_distance, p.bytes, _packed(p)) for p in profiles]
+def _add(db: sqlite3.Connection, run: int, rows: Rows) -> None:
+    blobs = [(run, p.step, p.epoch, p.consensus_distance, p.bytes, _packed(p)) for p in rows.profiles]
     db.executemany("INSERT OR REPLACE INTO profiles VALUES (?, ?, ?, ?, ?, ?)", blobs)
     columns = ", ".join(EpochRecord.__dataclass_fields__)
     marks = ", ".join("?" * (1 + len(EpochRecord.__dataclass_fields__)))
-    db.executemany(f"INSERT OR REPLACE INTO epochs (run, {columns}) VALUES ({marks})", [(run, *astuple(e)) for e in epochs])
-    events = [(run, c.step, c.epoch, "graph", c.graph, c.reason) for c in changes]
+    epochs = [(run, *astuple(epoch)) for epoch in rows.epochs]
+    db.executemany(f"INSERT OR REPLACE INTO epochs (run, {columns}) VALUES ({marks})", epochs)
+    events = [(run, c.step, c.epoch, "graph", c.graph, c.reason) for c in rows.changes]
     db.executemany("INSERT OR REPLACE INTO events VALUES (?, ?, ?, ?, ?, ?)", events)
-    if numbers:
+    if rows.numbers:
         db.execute(_NUMBERS)
-        db.executemany("INSERT OR REPLACE INTO numbers VALUES (?, ?, ?, ?)", [(run, *astuple(n)) for n in numbers])
+        db.executemany("INSERT OR REPLACE INTO numbers VALUES (?, ?, ?, ?)", [(run, *astuple(n)) for n in rows.numbers])
 
 
 def _packed(profile: Profile) -> bytes:
@@ -330,6 +318,8 @@ def _clear_errors(path: Path) -> Iterator[None]:
             raise GossamerError(
                 f"{path} can't be written: {text}; finished runs are kept, free some space and run the same command again"
             ) from None
+        if "locked" in text:
+            raise GossamerError(f"{path} is being read by another process, and that has not ended for a minute") from None
         if "unable to open" in text or "readonly" in text:
             raise GossamerError(f"{path} can't be opened for writing: {text}") from None
         raise GossamerError(f"{path} is damaged or not a DBench store: {text}") from None

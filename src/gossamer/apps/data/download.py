@@ -19,8 +19,9 @@ from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+import filelock
+
 from gossamer.apps.data.catalog import Archive, Dataset
-from gossamer.data.locks import lock
 from gossamer.errors import GossamerError
 
 Progress = Callable[[str, int, int | None], None]  # a file's name, its bytes so far, its bytes in all if known
@@ -181,10 +182,11 @@ def unpack(file: Path, kind: str, folder: Path) -> None:
 def _locked(work: Path) -> Iterator[None]:
     """One download of a data set at a time; the lock goes with the process that holds it."""
     work.mkdir(parents=True, exist_ok=True)
-    with open(work / _LOCK, "a") as file:
-        if not lock(file):
-            raise GossamerError(f"another gossamer data get is downloading to {work}")
-        yield
+    try:
+        with filelock.FileLock(work / _LOCK, timeout=0):
+            yield
+    except filelock.Timeout:
+        raise GossamerError(f"another gossamer data get is downloading to {work}") from None
 
 
 @contextlib.contextmanager
