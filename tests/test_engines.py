@@ -1,5 +1,6 @@
 """Cells on engines: workers that are lost, a person's own task, executors of other people, and what an earlier bench has left."""
 
+import contextlib
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from gossamer import Metric, Task
-from gossamer.dbench import bench, work
+from gossamer.dbench import bench, engines, work
 from gossamer.dbench import spec as specs
 from gossamer.dbench.results import results
 from gossamer.dbench.store import FILE, Store
@@ -145,6 +147,58 @@ def test_a_cell_that_was_finished_by_a_lost_worker_is_not_run_again(tmp_path):
     assert comparable(tmp_path / "3") == comparable(tmp_path / "0")
 
 
+class Refusing(Executor):
+    """Fails with the first seed. Meanwhile there is a file of another store."""
+
+    def __init__(self, out, error):
+        self.out, self.error, self.asked = out, error, []
+
+    def submit(self, call, *arguments):
+        future, cell = Future(), arguments[1]
+        self.asked.append(cell.seed)
+        (self.out / "cells" / "99.progress").write_text('{"step": 1}')
+        if cell.seed == 0:
+            future.set_exception(self.error)
+        else:
+            future.set_result(call(*arguments))
+        return future
+
+
+def test_a_cell_that_is_given_up_lets_the_others_finish(tmp_path):
+    raw = RAW | {"methods": ["ring"], "task": {"name": "toy", "epochs": 1, "batch": 8}}
+    losing, refusing = (Refusing(tmp_path, error) for error in (ConnectionError("gone"), GossamerError("no such partition")))
+    with pytest.raises(GossamerError, match="seed 0: its worker ended by itself 3 times .gone."):
+        bench(specs.build(raw), tmp_path, task=task(), on=losing, quiet=True)
+    assert losing.asked == [0, 1, 0, 0]
+    assert [run.status == "done" for run in Store(tmp_path / FILE).runs()] == [False, True]
+    with pytest.raises(GossamerError, match="^no such partition$"):
+        bench(specs.build(raw), tmp_path, task=task(), on=refusing, quiet=True)
+    assert refusing.asked == [0]
+
+
+def stuck(folder):
+    (folder / "stuck").touch()
+    time.sleep(100)
+
+
+def test_a_second_ctrl_c_ends_a_stuck_worker(tmp_path):
+    context = work.Context(specs.build(RAW), tmp_path, None, "cpu", 10.0)
+    with contextlib.suppress(KeyboardInterrupt), engines.Where("local", jobs=2).executor(2, 2, context) as executor:
+        future = executor.submit(stuck, tmp_path)
+        while not (tmp_path / "stuck").exists():
+            assert not future.done()
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+    assert isinstance(future.exception(), BrokenProcessPool)
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"), [("90", 90), ("90:30", 90), ("4:00:00", 240), ("1-12", 2160), ("1-12:30", 2190), ("1-0:30:00", 1470)]
+)
+def test_times_are_those_of_slurm(text, minutes):
+    assert engines._minutes(text) == minutes
+
+
 def test_workers_of_an_earlier_bench_stop(tmp_path):
     """Their bench was killed, and another one has begun."""
     (tmp_path / "cells").mkdir()
@@ -183,6 +237,9 @@ def test_what_can_not_be_sent_is_said_before_anything_runs(tmp_path):
         (["--on", "local:4"], "--on local:4: it takes no options; --jobs says how many"),
         (["--on", "ray", "--jobs", "2"], "--jobs and --devices are for cells on this machine"),
         (["--jobs", "0"], "jobs=0 is out of range"),
+        (["--jobs", "0", "--dry-run"], "jobs=0 is out of range"),
+        (["--on", "loca", "--dry-run"], "there is no engine 'loca'; did you mean 'local'"),
+        (["--device", "nonsense", "--dry-run"], "device 'nonsense' can't be used here"),
         (["--devices", "cpu,nonsense"], "device 'nonsense' can't be used here"),
     ],
 )
@@ -204,3 +261,4 @@ def test_an_engine_that_is_not_installed_says_what_to_install(engine, package, t
     assert done.stderr == (
         f"gossamer: gossamer.integrations.{name} needs {package}, which is not installed: pip install 'gossamer[{name}]'\n"
     )
+    assert not (tmp_path / FILE).exists()

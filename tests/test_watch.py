@@ -3,10 +3,13 @@
 import http.client
 import json
 import re
+import socket
 import threading
 import urllib.request
+from dataclasses import replace
 
 import pytest
+import torch
 from rich.console import Console
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
@@ -123,6 +126,37 @@ def test_in_a_browser(out, driver):  # noqa: F811
 def test_what_it_has_cost(out):
     assert re.fullmatch(r"Processor hours: \S+ \(centralized \S+, ring \S+\)", costs.spent(Store(out / FILE)))
     assert all(run.processor_seconds > 0 for run in Store(out / FILE).runs() if run.status == "done")
+
+
+@pytest.mark.parametrize(("samples", "steps"), [(4, 1), (8, 2), (16, 4)])
+def test_a_dry_run_of_short_epochs_uses_one_thread(samples, steps):
+    """The samples of each replica are four batches, or less."""
+    threads = set()
+    toy = task()
+
+    def loss(*arguments):
+        threads.add(torch.get_num_threads())
+        return toy.loss(*arguments)
+
+    few = replace(toy, train=tuple(part[: 4 * samples] for part in toy.train), loss=loss)
+    spec = specs.build(RAW | {"methods": ["ring"], "task": {"name": "toy", "epochs": 1, "batch": 4}})
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        (cost,) = costs.estimate(spec, few)
+    finally:
+        torch.set_num_threads(before)
+    assert threads == {1}
+    assert cost.seconds > steps * cost.step > 0
+
+
+def test_a_port_that_can_not_be_used_is_one_line(out):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for wrong, why in ((port, "Address already in use"), (70000, "port must be 0-65535")):
+            done = inside("watch", out, "--browser", "--port", wrong)
+            assert done.returncode == 2
+            assert re.fullmatch(rf"gossamer: --port {wrong} can't be used: .*{why}.*; 0 takes any that is free\n", done.stderr)
 
 
 def test_what_it_will_cost(tmp_path):

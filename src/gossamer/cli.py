@@ -119,8 +119,9 @@ def bench_command(
     read = load(spec, changes or ())
     name = " ".join([read.name, *(changes or ())])
     folder = out or Path("runs") / (re.sub(r"[^\w.-]+", "-", name).strip("-.")[:100] or "bench")
+    several = tuple(devices.split(",")) if devices else ()
     if dry_run:
-        costs.show_estimate(read, device, jobs)
+        costs.show_estimate(read, engines.Where(on, jobs, several), device)
         return
     if not resume and (folder / FILE).exists():
         raise GossamerError(f"{folder} holds results already, and --no-resume was given; choose another --out")
@@ -132,7 +133,7 @@ def bench_command(
         on=on,
         jobs=jobs,
         device=device,
-        devices=devices.split(",") if devices else (),
+        devices=several,
         checkpoint_seconds=checkpoint_seconds,
         quiet=quiet,
         exchange=exchange,

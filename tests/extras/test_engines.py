@@ -22,6 +22,7 @@ submitit = pytest.importorskip("submitit")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
+from gossamer.errors import GossamerError  # noqa: E402
 from gossamer.integrations.ray import RayExecutor  # noqa: E402
 from gossamer.integrations.slurm import SlurmExecutor  # noqa: E402
 
@@ -127,7 +128,8 @@ def descendants(pid):
     return found
 
 
-def test_ray_gives_cpus_and_takes_back_what_is_cancelled():
+def test_ray_gives_cpus_and_takes_back_what_is_cancelled(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # a cluster of other work, which is not joined
     executor = RayExecutor(cpus=1)
     try:
         first = [executor.submit(time.sleep, 0.5) for _ in range(os.cpu_count() + 1)]
@@ -145,6 +147,19 @@ def test_slurm_by_submitits_executor_for_this_machine(here, tmp_path):
     raw = RAW | {"methods": ["ring"]}  # each job is a process that loads torch
     assert bench(specs.build(raw), tmp_path, task=own_task(), on="slurm:cluster=local,time=10", quiet=True).complete
     assert comparable(tmp_path) == [row for row in comparable(here) if row["method"] == "ring"]
+
+
+def test_what_slurm_refuses_is_one_error(tmp_path, monkeypatch):
+    for name in ("srun", "sbatch", "scancel"):
+        command = tmp_path / name
+        command.write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: nope' >&2\nexit 1\n")
+        command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(GossamerError, match="^Slurm takes no jobs: .*invalid partition specified: nope"):
+        bench(specs.build(RAW), tmp_path / "out", task=own_task(), on="slurm:partition=nope", quiet=True)
+    assert (tmp_path / "out" / "slurm").stat().st_mode & 0o777 == 0o700
+    with pytest.raises(GossamerError, match=r"^--on slurm:cluster=nope: AutoExecutor doesn't know any executor named nope$"):
+        bench(specs.build(RAW), tmp_path / "out", task=own_task(), on="slurm:cluster=nope", quiet=True)
 
 
 def slow(folder):

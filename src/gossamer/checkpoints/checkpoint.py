@@ -230,7 +230,10 @@ def _make(folder: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """The names in a folder are on disk only after this: a power cut could take a new file away, or bring the old one back."""
+    """The names in a folder are on disk only after this: a power cut could take a new file away, or bring the old one back.
+    Windows can't open a folder."""
+    if os.name == "nt":
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

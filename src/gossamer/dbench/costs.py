@@ -15,9 +15,10 @@ from gossamer.data import machine
 from gossamer.data.tasks import Task
 from gossamer.dbench import search
 from gossamer.dbench.cell import trainer_for
+from gossamer.dbench.engines import Where, check_device
 from gossamer.dbench.spec import Cell, Spec
 from gossamer.dbench.store import Store
-from gossamer.dbench.work import Context
+from gossamer.dbench.work import Context, one_thread
 from gossamer.runtime.figure import show
 
 _STEPS = 3  # that are timed, after one that is not
@@ -42,10 +43,11 @@ class Cost:
 def estimate(spec: Spec, task: Task, device: str = "cpu") -> list[Cost]:
     """A few steps of a cell, and one evaluation, count for all of its method and number of replicas."""
     found = []
-    for n in sorted(spec.replicas):
-        for part in spec.methods:
-            cells = [cell for cell in spec.cells() if (cell.method, cell.replicas) == (part.name, n)]
-            found.append(_timed(spec, cells, task, device))
+    with one_thread():
+        for n in sorted(spec.replicas):
+            for part in spec.methods:
+                cells = [cell for cell in spec.cells() if (cell.method, cell.replicas) == (part.name, n)]
+                found.append(_timed(spec, cells, task, device))
     return found
 
 
@@ -53,7 +55,7 @@ def _timed(spec: Spec, cells: list[Cell], task: Task, device: str) -> Cost:
     cell = cells[0]
     trainer = trainer_for(spec, cell, task, device)
     per_epoch = trainer.batches.steps_per_epoch
-    first = min(1, per_epoch - 1)  # an epoch ends with an evaluation, which is timed apart
+    first = 1 if per_epoch > 2 else 0  # an epoch ends with an evaluation, which is timed apart
     trainer.run(until=first)
     last = min(first + _STEPS, max(per_epoch - 1, 1))
     began = time.perf_counter()
@@ -70,11 +72,15 @@ def _timed(spec: Spec, cells: list[Cell], task: Task, device: str) -> Cost:
     return Cost(cell.method, cell.replicas, len(cells), step, evaluation, seconds)
 
 
-def show_estimate(spec: Spec, device: str, jobs: int | None) -> None:
+def show_estimate(spec: Spec, where: Where, device: str) -> None:
     """What ``gossamer bench --dry-run`` prints: of the search, if there is one, and of the grid."""
+    devices = where.devices or (device,)
+    for one in devices:
+        check_device(one)
+    jobs = where.jobs or len(where.devices) or machine.cores()
     for part in [search.grid(spec), spec.model_copy(update={"search": None})] if spec.search is not None else [spec]:
-        task = Context(part, Path(), None, device, 0.0).made_task()
-        found, jobs = estimate(part, task, device), jobs or machine.cores()
+        task = Context(part, Path(), None, devices[0], 0.0).made_task()
+        found = estimate(part, task, devices[0])
         show(table(found))
         total = sum(cost.hours for cost in found)
         print(f"{part.name}: about {total:.2g} processor hours; {total / jobs:.2g} hours with {jobs} cells at a time")

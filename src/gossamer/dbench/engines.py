@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import multiprocessing
 import os
@@ -97,33 +98,52 @@ class Where:
         made = Local(jobs, self.devices) if self.here else self._elsewhere(context)
         try:
             yield made
+        except KeyboardInterrupt:  # the second one: a worker may be stuck
+            if isinstance(made, Local):
+                made.kill()
+            raise
         finally:
             made.shutdown(cancel_futures=True)
 
+    def check_package(self) -> None:
+        """Before a store is made."""
+        name, _, _ = self._read()
+        if name in _OPTIONS:
+            try:
+                importlib.import_module(f"gossamer.integrations.{name}")
+            except ModuleNotFoundError as error:
+                raise GossamerError(str(error)) from None
+
     def _elsewhere(self, context: work.Context) -> Executor:
         name, address, options = self._read()
-        gpus = int(context.device.startswith("cuda"))
+        options = {"gpus": int(context.device.startswith("cuda"))} | options
         try:
             if name == "ray":
                 from gossamer.integrations.ray import RayExecutor
 
-                return RayExecutor(address, **({"gpus": gpus} | options))
+                return RayExecutor(address, **options)
             from gossamer.integrations.slurm import SlurmExecutor
-        except ModuleNotFoundError as error:
-            raise GossamerError(str(error)) from None
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise GossamerError(f"--on {self.on}: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
-        return SlurmExecutor(context.out / "slurm", **_of_submitit({"gpus": gpus} | options))
+
+            return SlurmExecutor(context.out / "slurm", **_of_submitit(options))
+        except Exception as error:  # whatever an engine raises when it can't begin
+            raise GossamerError(f"--on {self.on}: {(str(error).strip().splitlines() or [type(error).__name__])[0]}") from None
+
+
+def check_device(device: str) -> None:
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise GossamerError(f"device {device!r} can't be used here: {str(error).splitlines()[0]}") from None
 
 
 def _minutes(text: str) -> int:
-    """As Slurm writes times: minutes, or hours:minutes:seconds, or days-hours:minutes:seconds."""
-    days, _, clock = text.rpartition("-")
+    """As Slurm writes times: minutes[:seconds], hours:minutes:seconds, or days-hours[:minutes[:seconds]]."""
+    days, dash, clock = text.rpartition("-")
     parts = [int(part) for part in clock.split(":")]
     if not 1 <= len(parts) <= 3:
         raise ValueError(text)
-    hours, minutes = (0, parts[0]) if len(parts) < 3 else (parts[0], parts[1])
-    return (24 * int(days or 0) + hours) * 60 + minutes
+    hours, minutes = [*parts, 0][:2] if dash or len(parts) == 3 else (0, parts[0])
+    return (24 * int(days if dash else 0) + hours) * 60 + minutes
 
 
 def _of_submitit(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,7 +181,8 @@ class Local(ThreadPoolExecutor):
     def __init__(self, jobs: int, devices: Sequence[str] = ()) -> None:
         self._devices = itertools.cycle(devices or (None,))
         self._own, self._pools = threading.local(), list[ProcessPoolExecutor]()
-        resource_tracker.ensure_running()  # now: where it is started it lets Ctrl-C through again
+        if os.name == "posix":
+            resource_tracker.ensure_running()  # now: where it is started it lets Ctrl-C through again
         super().__init__(jobs, initializer=self._begin)
 
     def submit(self, call: Callable[..., Any], /, *arguments: Any, **more: Any) -> Future[Any]:
@@ -171,6 +192,13 @@ class Local(ThreadPoolExecutor):
         super().shutdown(wait, cancel_futures=cancel_futures)
         for pool in self._pools:
             pool.shutdown(wait)
+
+    def kill(self) -> None:
+        """The processes, whatever they do. What is queued is cancelled first, so that no other one is started."""
+        super().shutdown(wait=False, cancel_futures=True)
+        for pool in self._pools:
+            for process in list((pool._processes or {}).values()):
+                process.kill()
 
     def _begin(self) -> None:
         """In each thread."""

@@ -99,15 +99,16 @@ def bench(
             chosen = exchange.share(chosen)
         spec = search.tuned(spec, chosen)
     device, where = devices[0] if devices else device, engines.Where(on, jobs, tuple(devices))
+    where.check_package()
     if where.here:
         for one in devices or [device]:
-            _check_device(one)
+            engines.check_device(one)
     context = Context(spec, out.absolute(), task, device, checkpoint_seconds, log, bench=uuid.uuid4().hex)
     made = context.made_task()
     if exchange is not None:
         return _together(_Asked(out, declared, chosen), context, made, exchange, quiet)
     default = 1 if task is not None or device != "cpu" else machine.cores()
-    with _locked(out, context.bench), _one_thread():
+    with _locked(out, context.bench), work.one_thread():
         grid = _Grid.opened(_Asked(out, declared, chosen), context, made)
         total, left = len(grid.runs), len(grid.pending)
         with signals.interruptible() as stop, Display(total, total - left, quiet) as display:
@@ -177,8 +178,11 @@ class _Grid:
         if record is None or not record.finished:
             return False
         self.store.take(self.runs[cell].id, record)
-        here.records.path.unlink(missing_ok=True)
-        checkpoint.remove(here.path)
+        with contextlib.suppress(OSError):  # Windows: another process reads it; a finished run needs it no more
+            here.records.path.unlink(missing_ok=True)
+            checkpoint.remove(here.path)
+            for left in here.path.parent.glob(f"{here.path.name}.*.tmp"):  # by a worker that was killed while it saved
+                left.unlink(missing_ok=True)
         return True
 
     def choose_backends(self, task: Task, display: Display) -> None:
@@ -207,12 +211,14 @@ def _in_this_process(grid: _Grid, task: Task, display: Display, stop: Callable[[
 
 
 def _on_engine(grid: _Grid, executor: Executor, display: Display, stop: Callable[[], bool]) -> None:
-    """All cells at once: the engine has the queue. A cell whose worker is lost goes on from its checkpoint in another one."""
+    """All cells at once: the engine has the queue. A cell whose worker is lost goes on from its checkpoint in another one. The other cells
+    finish before a cell that is given up is an error; any other error stops all."""
     context, packed = grid.context, grid.context.packed()
     cells = {run.id: cell for cell, run in grid.runs.items()}
     lost, began = Counter[Cell](), set[int]()
     running: dict[Future[work.Answer], Cell] = {}
     failure: str | None = None
+    given_up: list[str] = []
     stopping = False
 
     def submit(cell: Cell) -> None:
@@ -228,6 +234,8 @@ def _on_engine(grid: _Grid, executor: Executor, display: Display, stop: Callable
         while running:
             done, _ = wait(running, _LOOK, FIRST_COMPLETED)
             for run, said in work.said(context.out).items():
+                if run not in cells:  # a file of another store
+                    continue
                 display.step(cells[run], said["step"], said["steps"], said["loss"], said["value"])
                 if run not in began:
                     began.add(run)
@@ -235,7 +243,9 @@ def _on_engine(grid: _Grid, executor: Executor, display: Display, stop: Callable
             for future in done:
                 cell = running.pop(future)
                 answer = _answer(future)
-                if isinstance(answer, Exception):
+                if isinstance(answer, GossamerError):  # the engine's own: no other try would help
+                    failure = failure or str(answer)
+                elif isinstance(answer, Exception):
                     lost[cell] += 1
                     if lost[cell] < _TRIES and not stopping:
                         display.note(
@@ -243,7 +253,7 @@ def _on_engine(grid: _Grid, executor: Executor, display: Display, stop: Callable
                         )
                         submit(cell)
                     elif not stopping:
-                        failure = failure or (
+                        given_up.append(
                             f"{cell}: its worker ended by itself {_TRIES} times ({answer or type(answer).__name__}); "
                             "that can mean too little memory: try fewer cells side by side"
                         )
@@ -259,8 +269,8 @@ def _on_engine(grid: _Grid, executor: Executor, display: Display, stop: Callable
                         del running[future]
     finally:
         _stop_workers(context)
-    if failure is not None:
-        raise GossamerError(failure)
+    if failure is not None or given_up:
+        raise GossamerError(failure or given_up[0])
 
 
 def _stop_workers(context: Context) -> None:
@@ -284,7 +294,7 @@ def _together(asked: _Asked, context: Context, task: Task, exchange: Exchange, q
     for n in context.spec.replicas:
         rows_of(0, n, p)  # says so if it does not divide
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_one_thread())
+        stack.enter_context(work.one_thread())
         stop = stack.enter_context(signals.interruptible())
         grid: _Grid | None = None
         failed: str | None = None
@@ -336,13 +346,6 @@ def _page(context: Context, grid: _Grid | None, cell: Cell, task: Task, exchange
     return Book(Path(path), mine.records if mine is not None else None, backend, context.log)
 
 
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise GossamerError(f"device {device!r} can't be used here: {str(error).splitlines()[0]}") from None
-
-
 def _check(spec: Spec, task: Task, device: str, processes: int) -> nn.Module:
     """What can only be known with the task at hand, before a store is made for it. Returns the task's model."""
     one = Replicas(task.build, 1)
@@ -376,17 +379,8 @@ def _locked(out: Path, bench: str) -> Iterator[None]:
         raise GossamerError(f"{out} can't be written: {error.strerror}; free some space or choose another --out") from None
     try:
         for left in (out / records.FOLDER).glob("*.progress*"):
-            left.unlink(missing_ok=True)  # by a worker that was killed
+            with contextlib.suppress(OSError):  # Windows: gossamer watch reads it
+                left.unlink(missing_ok=True)  # by a worker that was killed
         yield
     finally:
         lock.release()
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -25,6 +25,7 @@ from gossamer.dbench import work
 from gossamer.dbench.cell import records_path
 from gossamer.dbench.records import RecordFile
 from gossamer.dbench.store import FILE, FINISHED, Run, Store
+from gossamer.errors import GossamerError
 
 _LOOK = 1.0  # seconds between two looks
 _CURVES = 8  # at most: those of the runs that were finished last, and of those at work
@@ -142,7 +143,12 @@ def server(out: Path, port: int = 0) -> ThreadingHTTPServer:
 
         def log_message(self, *_: Any) -> None: ...
 
-    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except (OSError, OverflowError) as error:  # in use, or out of range
+        raise GossamerError(
+            f"--port {port} can't be used: {getattr(error, 'strerror', None) or error}; 0 takes any that is free"
+        ) from None
 
 
 def _finite(value: Any) -> Any:

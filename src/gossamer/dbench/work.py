@@ -112,6 +112,17 @@ def _work(packed: bytes, cell: Cell, run: int, backend: str | None) -> Answer:
     return Answer(True, here.records.path.read_bytes())
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """As each cell is run."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @functools.lru_cache(maxsize=1)
 def _unpacked(packed: bytes) -> tuple[Context, Task]:
     """Once for all cells of this worker: the task has the data."""
@@ -154,7 +165,8 @@ def reporting(out: Path, run: int, also: Callable[..., None] | None = None) -> I
     try:
         yield report
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # Windows: the bench reads it, and removes it when it begins again
+            path.unlink(missing_ok=True)
 
 
 def said(out: Path) -> dict[int, dict[str, Any]]:

@@ -32,7 +32,9 @@ class RayExecutor(Executor):
         if self._mine and address is None:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             with _on_loopback():
-                ray.init(include_dashboard=False, **quiet)
+                ray.init(
+                    address="local", include_dashboard=False, **quiet
+                )  # without it, $RAY_ADDRESS or a cluster of this machine
         elif self._mine:
             ray.init(address=address, **quiet)
 

@@ -9,12 +9,14 @@ from concurrent.futures import Executor, Future, InvalidStateError
 from pathlib import Path
 from typing import Any
 
+from gossamer.errors import GossamerError
 from gossamer.integrations import needs
 
 with needs("submitit", extra="slurm"):
     import submitit
 
 _LOOK = 1.0  # seconds between two looks at all jobs
+_TIMEOUTS = 1_000_000  # after which submitit does not queue a job again
 
 
 class SlurmExecutor(Executor):
@@ -23,7 +25,9 @@ class SlurmExecutor(Executor):
     on from what it has left behind."""
 
     def __init__(self, folder: Path, cluster: str = "slurm", **options: Any) -> None:
-        self._slurm = submitit.AutoExecutor(folder, cluster=cluster)
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)  # submitit unpickles what is in it
+        self._slurm = submitit.AutoExecutor(folder, cluster=cluster, slurm_max_num_timeout=_TIMEOUTS)
         self._slurm.update_parameters(**options)
         self._calls: list[tuple[_Job, tuple[Any, ...]]] = []
         self._jobs: list[_Job] = []
@@ -51,7 +55,8 @@ class SlurmExecutor(Executor):
             if calls:
                 self._send(calls)
             for job in self._jobs:
-                job.look()
+                with contextlib.suppress(OSError):  # the folder, or Slurm's commands: the next look may see more
+                    job.look()
             self._jobs = [job for job in self._jobs if not job.done()]
 
     def _send(self, calls: list[tuple[_Job, tuple[Any, ...]]]) -> None:
@@ -59,8 +64,9 @@ class SlurmExecutor(Executor):
             with self._slurm.batch():
                 sent = [self._slurm.submit(*arguments) for _, arguments in calls]
         except Exception as error:  # such as a partition that Slurm does not know
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             for job, _ in calls:
-                job.fail(error)
+                job.fail(GossamerError(f"Slurm takes no jobs: {line}"))
             return
         for (job, _), job.there in zip(calls, sent, strict=True):
             self._jobs.append(job)
@@ -100,5 +106,5 @@ class _Job(Future):
     def cancel(self) -> bool:
         cancelled = super().cancel()
         if cancelled and self.there is not None:
-            self.there.cancel()
+            self.there.cancel(check=False)  # it may have ended just now
         return cancelled
