@@ -1,21 +1,25 @@
 """``save(…, background=True)``."""
 
 import contextlib
+import gc
+import io
 import resource
 import signal
 import subprocess
 import sys
 import time
 import warnings
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 import torch
 
 import gossamer
-from gossamer import GossamerError
-from gossamer.checkpoints import averaged
-from gossamer.checkpoints.background import Writer
+from gossamer import DecentralizedDataParallel, GossamerError
+from gossamer.checkpoints import averaged, checkpoint
+from gossamer.checkpoints.background import Commit, Writer
 from tests import workers
 from tests.pool import on_workers
 from tests.world import close, flat, norm, train
@@ -162,6 +166,47 @@ def test_a_worker_that_does_not_save_is_named(world):
         model.save(world.folder, background=True)
         with pytest.raises(GossamerError, match=r"rank 1 did not say within 1 s that it has saved; save\(\) is called by all"):
             model.save(world.folder, background=True)
+
+
+@on_workers(2)
+def test_a_load_and_the_end_of_a_model_wait_for_its_writer(world):
+    write, said = checkpoint.write, io.StringIO()
+
+    def slow(*of):
+        time.sleep(0.2)
+        write(*of)
+
+    model = DecentralizedDataParallel(norm(), "one-peer-exponential", timeout=30)  # the world would keep it
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    model.gossip(optimizer)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr(checkpoint, "write", slow)
+        train(world, model, optimizer, 1)
+        model.save(world.folder, background=True)
+        train(world, model, optimizer, 1, 1)
+        assert model.load(world.folder)
+        assert model.steps == 1
+        train(world, model, optimizer, 1, 1)
+        model.save(world.folder, background=True)
+        gone = weakref.ref(model)
+        del model, optimizer
+        gc.collect()
+        assert gone() is None
+        assert list(world.folder.glob(f"step-000000002.rank-{world.rank}-*.ckpt"))
+    assert not said.getvalue()
+    world.gather(torch.zeros(1))
+
+
+def test_a_word_that_comes_at_the_last_moment_is_heard():
+    words = {"saved/k/0": b"written"}
+    store = SimpleNamespace(check=lambda keys: words.keys() >= {*keys}, multi_get=lambda keys: [words[key] for key in keys])
+    link = SimpleNamespace(ask=lambda question, timeout: question(store), rank=0, names=(0, 1), timeout=1.0, store=store)
+
+    def pause(seconds):
+        words["saved/k/1"] = b"written"
+        raise TimeoutError
+
+    assert Commit(SimpleNamespace(link=link, guard=None, living=(0, 1)), "k").heard(pause)
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gossamer import DecentralizedDataParallel, GossamerError
+from gossamer.dbench import spec as specs
 from gossamer.methods import Averaging
 from gossamer.methods.policies import auto
 from gossamer.parallel.checks import with_graph
@@ -42,6 +43,35 @@ def test_the_graph_of_a_method_goes_by_what_torchrun_says_of_the_hosts(world, lo
     assert with_graph(Averaging.of("auto", "diloco")).describe() == "diloco"
 
 
+def test_what_is_asked_for_beside_it_is_never_dropped():
+    assert with_graph(Averaging.of("Auto", "qgm")).graph == "one-peer-exponential"
+    assert with_graph(Averaging.of("AUTO", None, "8bit")).describe() == "all-reduce:wire=8bits"
+    for asked in ({"method": "qgm"}, {"local_steps": 8}, {"wire": "bfloat16"}):
+        with pytest.raises(GossamerError, match="graph 'auto' is the library's default.* Leave the graph out"):
+            DecentralizedDataParallel(small(), auto.Auto(1), **asked)
+    for text in ("auto", "auto, qgm", "Auto, H=8"):
+        spec = {"name": "s", "replicas": [2], "methods": [text], "task": {"name": "digits/mlp", "epochs": 1, "batch": 10}}
+        with pytest.raises(GossamerError, match="graph 'auto' is the library's default"):
+            specs.build(spec).check()
+
+
+def test_a_trial_that_was_not_measured_is_tried_again_at_once():
+    policy, end = auto.Auto(2), auto._FIRST_STEP + TRIAL - 1
+    assert policy.agree(end, []) == ""
+    assert policy.trial == end + 1
+    times = [0.01] * auto._STEPS + [0.02] * auto._STEPS + [0.1] * TRIAL
+    assert "in float32, as with DDP" in policy.agree(end + TRIAL, [times, times])
+    assert policy.trial == auto._LATER * (end + TRIAL + 1)
+
+
+@on_workers(2)
+def test_replicas_that_are_kept_must_start_the_same(world):
+    for graph in ("auto", "diloco:H=2"):
+        wrapped(world, graph=graph, init="keep")
+        with pytest.raises(GossamerError, match="must start the same; use init='broadcast'.* on rank 0; .* on rank 1"):
+            wrapped(world, module=small(seed=world.rank), graph=graph, init="keep")
+
+
 def sgd(parameters):
     return torch.optim.SGD(parameters, 0.05, momentum=0.9)
 
@@ -57,8 +87,8 @@ def measured(model, exact, coarse, step=0.1):
     clock.step = seconds
 
 
-def wrapped(world, make=sgd, module=None, graph="auto"):
-    model = world.model(module, graph)
+def wrapped(world, make=sgd, module=None, graph="auto", **options):
+    model = world.model(module, graph, **options)
     optimizer = make(model.parameters())
     model.gossip(optimizer)
     return model, optimizer

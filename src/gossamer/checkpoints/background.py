@@ -84,15 +84,24 @@ class Writer:
         return self._deadline is not None
 
     def finish(self, timeout: float | None = None) -> GossamerError | None:
-        """Wait for what is being written, and up to ``timeout`` seconds for what the others say (None: don't). Returns what went wrong,
-        once."""
-        if self._thread is not None:
+        """As :meth:`wait`. Returns what went wrong, once."""
+        self.wait(timeout)
+        problem, self._problem = self._problem, None
+        return problem
+
+    def wait(self, timeout: float | None = None) -> None:
+        """For what is being written, and up to ``timeout`` seconds for what the others say (None: don't)."""
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._deadline = None if timeout is None else time.monotonic() + timeout
             self._awaited.set()
             self._thread.join()
             self._thread = None
-        problem, self._problem = self._problem, None
-        return problem
+
+
+def release(writer: Writer, exchange: Exchange) -> None:
+    """Of a model that is gone: its writer still needs the connections. (The writer's own thread may be the one that frees the model.)"""
+    writer.wait()
+    exchange.drop()
 
 
 class Commit:
@@ -121,14 +130,15 @@ class Commit:
             try:
                 said = self._link.ask(functools.partial(_values, keys=keys), _ANSWER_SECONDS)
             except (RuntimeError, Silent):
-                return True
+                return self._link.store is not None  # otherwise its model is gone: the others may go on
             if said is not None:
                 break
             try:
                 if not pause(seconds):
                     return False
             except TimeoutError:
-                raise GossamerError(self._late(awaited)) from None
+                if late := self._late(awaited):
+                    raise GossamerError(late) from None
             seconds = min(2 * seconds, _LONGEST_SECONDS)
         failed = [self._link.names[q] for q, word in zip(awaited, said, strict=True) if word != b"written"]
         if failed and self._guard is None:
@@ -136,11 +146,13 @@ class Commit:
         return not failed and len(awaited) == len(self._workers)
 
     def _late(self, awaited: Iterable[int]) -> str:
+        """Empty if the last word has just come."""
         silent = []
         with contextlib.suppress(RuntimeError, Silent):
             silent = [q for q in awaited if not self._link.ask(functools.partial(_values, keys=[self._at(q)]), _ANSWER_SECONDS)]
         ranks = ", ".join(str(self._link.names[q]) for q in silent)
-        return f"rank {ranks} did not say within {self._link.timeout:g} s that it has saved; save() is called by all workers"
+        said = f"rank {ranks} did not say within {self._link.timeout:g} s that it has saved; save() is called by all workers"
+        return said if silent else ""
 
     def _at(self, place: int) -> str:
         return f"{self._key}/{place}"

@@ -289,8 +289,9 @@ class Spec(Part):
         for method in self.methods:
             for n in self.replicas:
                 try:
-                    schedule(method.topology, n)
-                    Averaging.of(method.topology, method.rule(self.algorithm), method.wire, method.local_steps)
+                    planned = schedule(method.topology, n)
+                    how = Averaging.of(method.topology, method.rule(self.algorithm), method.wire, method.local_steps)
+                    how.refuse(planned)
                 except GossamerError as error:
                     impossible.append(f"method {method.name!r} with replicas={n} is impossible ({error})")
         if impossible:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -44,6 +45,22 @@ def refuse_unfit(module: nn.Module) -> None:
                 f"module {name or kind!r} is a SyncBatchNorm, which runs on GPUs only; leave convert_sync_batchnorm() out: each worker "
                 "has statistics of its own, and consensus() and average_() average them"
             )
+
+
+def same_start(model: DecentralizedDataParallel) -> dict[str, str]:
+    """What all workers must have alike when training begins, if they were left as they are and the method never makes them alike."""
+    driver = model._driver
+    rule = next((method for method in driver.methods if method.starts_alike), None)
+    if rule is None or driver.steps or model._watch is None or model._watch.alike_at == 0:
+        return {}
+    digest = hashlib.sha256()
+    for p in driver.flat.parameters():
+        digest.update(p.detach().flatten().view(torch.uint8).cpu().numpy().tobytes())
+    why = (
+        f"gossip(): method {rule.name!r} {rule.starts_alike}, so with init='keep' replicas must start the same; use init='broadcast', or a "
+        "gossip graph such as 'one-peer-exponential'; the digest of the parameters"
+    )
+    return {why: digest.hexdigest()[:12]}
 
 
 def own_optimizers(given: Sequence[Any], module: nn.Module, averaged: Mapping[int, str]) -> tuple[torch.optim.Optimizer, ...]:

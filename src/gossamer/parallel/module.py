@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gossamer.checkpoints.background import Writer
+from gossamer.checkpoints.background import Writer, release
 from gossamer.errors import GossamerError
 from gossamer.graphs import Graph
 from gossamer.members.roster import Change
@@ -123,7 +123,7 @@ class DecentralizedDataParallel(Wrapper):
         # Not as a decorator: that would load the whole compiler when Gossamer is imported.
         self._plainly = torch.compiler.disable(weakly(self._on_forward))
         if self._exchange is not None:
-            weakref.finalize(self, self._exchange.drop).atexit = False
+            weakref.finalize(self, release, self._writer, self._exchange).atexit = False
         if self._exchange is not None and not self._joins:
             told = {"wire": wire, "init": init, "epochs": str(epochs), "steps_per_epoch": str(steps_per_epoch)}
             told |= {"send_copy": str(send_copy), "check_finite": str(check_finite)}
@@ -234,6 +234,7 @@ class DecentralizedDataParallel(Wrapper):
                 "gossip(): profile_every": str(self._driver.journal.every),
                 "gossip(): the scaler": "none" if scaler is None else "given",
             }
+            | checks.same_start(self)
         )
         self._driver.attach(optimizers, scaler)
         if self._seat is not None and self._exchange is not None:

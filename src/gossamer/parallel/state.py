@@ -74,7 +74,12 @@ def save_in_background(model: DecentralizedDataParallel, folder: Path, also: Map
 
 def _finish(model: DecentralizedDataParallel) -> GossamerError | None:
     """What was saved in the background before. All workers hear of it if one could not write."""
-    return model._writer.finish(model._exchange.link.timeout if model._exchange is not None else None)
+    return model._writer.finish(_patience(model))
+
+
+def _patience(model: DecentralizedDataParallel) -> float | None:
+    """Seconds for what the others say about a checkpoint."""
+    return model._exchange.link.timeout if model._exchange is not None else None
 
 
 def export(model: DecentralizedDataParallel, folder: Path) -> None:
@@ -118,6 +123,7 @@ def _together(model: DecentralizedDataParallel, problem: GossamerError | None) -
 
 def load(model: DecentralizedDataParallel, folder: Path, also: Mapping[str, Any], resize: Resize = "refuse") -> bool:
     driver = model._driver
+    model._writer.wait(_patience(model))
     driver.adopt()  # what was trained there may be trained here since the last step
 
     def check(found: Snapshot, where: str) -> None:

@@ -120,7 +120,7 @@ class Link:
         self._agreements = 0
         self._abandoned, self._start = abandoned, start
         self.closed = False
-        self._status = StoreClient(lambda: self.store)
+        self._status = StoreClient(self._connected)
         self._meet("here", "did not arrive")
         self._group = self._open()
         if abandoned is None:  # a mistake found right after this must not close connections that others still make
@@ -268,7 +268,13 @@ class Link:
 
     def ask(self, question: Callable[[Any], Answer], timeout: float) -> Answer:
         """``question(store)``, by a thread: see :class:`StoreClient`."""
+        self._connected()
         return self._status.ask(question, timeout)
+
+    def _connected(self) -> Any:
+        if self.store is None:
+            raise Silent("the connections to the store were given back")
+        return self.store
 
     def discard(self) -> None:
         """Give back its threads and descriptors. No operation is under way."""

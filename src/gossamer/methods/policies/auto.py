@@ -27,9 +27,12 @@ _WORTH = 0.05  # of a step: what 8 bits must save
 class Auto(Policy):
     """Trains as DDP does: in float32 the same, in 8 bits up to noise that is 0 on the average, and made good in the next step."""
 
+    alone = True
+
     def __init__(self, n: int) -> None:
         super().__init__(n)
-        self.chosen = self.coarse = False  # whether gradients travel in 8 bits: but for trials; in this step
+        self.chosen: bool | None = None  # whether gradients travel in 8 bits, but for trials; None: no trial has decided yet
+        self.coarse = False  # whether they do in this step
         self.trial = _FIRST_STEP  # the step in which the next one begins
         self.means: list[float] = []  # of a trial, step by step: seconds that this worker has spent on the mean
         self.steps: list[float] = []  # and on the whole step
@@ -46,7 +49,7 @@ class Auto(Policy):
 
     def decide(self, now: Moment) -> tuple[Graph, str]:
         phase = now.step - self.trial
-        self.coarse = phase >= _STEPS if self.n > 1 and 0 <= phase < 2 * _STEPS else self.chosen
+        self.coarse = phase >= _STEPS if self.n > 1 and 0 <= phase < 2 * _STEPS else bool(self.chosen)
         return self._complete, "gradients of all in each step, as DDP averages them"
 
     def times(self, step: int) -> bool:
@@ -63,13 +66,13 @@ class Auto(Policy):
         columns = [[seconds for seconds in column if seconds] for column in zip(*everyone, strict=True)]
         exact, coarse = ([min(column) for column in columns[k : k + _STEPS] if column] for k in (0, _STEPS))
         steps = [statistics.median(column) for column in columns[2 * _STEPS : 3 * _STEPS] if column]
-        first, before = self.trial == _FIRST_STEP, self.chosen
-        self.trial, self.means, self.steps = _LATER * (step + 1), [], []
-        if not (exact and coarse and steps):
+        measured, before = bool(exact and coarse and steps), self.chosen
+        self.trial, self.means, self.steps = (_LATER if measured else 1) * (step + 1), [], []
+        if not measured:
             return ""
         slow, fast, whole = (1e3 * statistics.median(seconds) for seconds in (exact, coarse, steps))
         self.chosen = slow - fast > _WORTH * whole
-        if self.chosen == before and not first:
+        if self.chosen == before:
             return ""
         wire = "in 8 bits, with error feedback," if self.chosen else "in float32, as with DDP,"
         said = (

@@ -57,6 +57,12 @@ class Averaging:
         if rule is not None and rule.own_wire and self.wire != EXACT.name:
             inner = rule.inner.name
             raise GossamerError(f"wire={self.wire!r}: method {inner!r} has a wire of its own; write '{inner}:wire={self.wire}'")
+        if isinstance(planned, Policy) and planned.alone and (rule is not None or self.wire != EXACT.name or self.every > 1):
+            raise GossamerError(
+                f"graph {planned.describe()!r} is the library's default: it measures a job's network and chooses by itself, so it "
+                "takes no method, wire or local_steps, and DBench does not have it. Leave the graph out in the library, or name one, "
+                "such as 'one-peer-exponential' or 'complete'"
+            )
         if planned.watches and self.every > 1:
             raise GossamerError(
                 f"local_steps={self.every}: {planned.describe()!r} decides by itself how often to average; leave it at 1"
@@ -73,6 +79,8 @@ class Averaging:
     ) -> Averaging:
         """From separate arguments. A graph by the name of all-reduce, or one of its other names, is that method. ``order``: the method,
         if the graph is another one and ``rule`` is not given."""
+        if isinstance(graph, str) and ":" not in graph and plain_name(graph) == "auto":
+            graph = "auto"
         if graph == "auto" and (rule, order, every) == (None, None, 1) and spelled(wire) != EXACT.name:
             rule = ALL_REDUCE  # auto chooses the wire by itself
         chosen, name = None if rule is None else method(rule), known(plain_name(graph)) if isinstance(graph, str) else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -13,6 +14,8 @@ from gossamer.schedules.base import Schedule
 
 class Policy(Schedule):
     """A schedule that also says which method a step runs. Its graphs say how often rows travel, and in how many bits."""
+
+    alone: ClassVar[bool] = False  # whether it takes no method, wire or local steps beside it
 
     def __repr__(self) -> str:
         return f"<{self.describe()}: {self.changes[-1].reason if self.changes else 'not used yet'}>"
