@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gossamer.transport import operation as operations
+from gossamer.transport.exchange import poisoned
 from gossamer.transport.link import Message, Tag
 from gossamer.transport.operation import Operation, Traffic, Waiter
 from gossamer.transport.waiting import Losses
@@ -123,3 +124,11 @@ def test_a_collective_is_given_up_on_a_silent_connection_once_there_are_newer_on
     waits.join()
     assert bool(operation.lost) == collective
     network.waiter.end()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8])
+def test_the_room_for_rows_that_are_not_there_yet_can_not_be_taken_for_values(dtype):
+    room = poisoned(torch.zeros(5, dtype=dtype), 3)
+    assert room.shape == (3, 5)
+    assert room.dtype == dtype
+    assert room.isnan().all() if dtype.is_floating_point else (room == torch.iinfo(dtype).min).all()
