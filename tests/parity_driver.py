@@ -8,10 +8,10 @@ import torch
 from gossamer import LearningRate, Recipe, Settings, Trainer
 from gossamer.data.tasks import Task
 from gossamer.members.store import open_link
-from gossamer.methods import METHODS, method
+from gossamer.methods import method
 from gossamer.optim.learning_rates import WarmupCosine
 from gossamer.transport.exchange import Exchange
-from tests.models import Cnn, mlp, task
+from tests.models import OWN_METHODS, Cnn, mlp, task
 
 N, STEPS = 8, 20  # two epochs
 # One graph for each kind of Round, in both orders; more of the same kinds, in one.
@@ -59,7 +59,7 @@ def cases():
     for order in ("dsgd-awc", "dsgd-atc"):
         yield f"double {order} adam, different starts, exponential", exact, replace(adam, algorithm=order), "exponential"
     plain = replace(base, optimizer=Recipe("sgd", 0.05))
-    for name in sorted(METHODS.makers):
+    for name in OWN_METHODS:
         rule = method(name)
         graph = (
             "directed-random:degree=2.5"

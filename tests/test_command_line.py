@@ -1,6 +1,7 @@
 """Keys of a spec on the command line, a spec to begin with, and what works on this machine."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -59,7 +60,9 @@ def test_the_spec_to_begin_with_runs(tmp_path, monkeypatch):
     assert inside("init").stdout == "digits-mlp.toml is a spec for digits/mlp. Run it: gossamer bench digits-mlp.toml\n"
     done = inside("bench", "digits-mlp.toml", "seeds=[0]", 'methods=["centralized", "ring"]', "--jobs", 1, "--quiet")
     folder = tmp_path / "runs" / "digits-mlp-seeds-0-methods-centralized-ring"
-    assert done.stdout == f"2 of 2 runs are finished. The report: {folder.relative_to(tmp_path)}/report.html\n", done.stderr
+    finished, cost = done.stdout.splitlines()
+    assert finished == f"2 of 2 runs are finished. The report: {folder.relative_to(tmp_path)}/report.html", done.stderr
+    assert re.fullmatch(r"Processor hours: \S+ \(centralized \S+, ring \S+\)", cost)
     values = [float(line.split(",")[7]) for line in inside("results", folder, "--csv").stdout.splitlines()[1:]]
     assert all(value > 0.85 for value in values), "it learns"
     assert "digits-mlp.toml is there already" in inside("init").stderr

@@ -10,6 +10,7 @@ from gossamer.apps import tasks
 from gossamer.dbench import analysis, bench
 from gossamer.dbench import spec as specs
 from gossamer.dbench.figures import figures
+from gossamer.dbench.records import Record
 from gossamer.dbench.report import write
 from gossamer.dbench.spec import Cell
 from gossamer.dbench.store import FILE, Store
@@ -94,7 +95,7 @@ def test_a_run_with_many_checkpoints_has_the_same_rows(store, tmp_path):
         assert again.numbers(run_.id) == store.numbers(store.find(run_.cell).id)
     controlled = again.find(Cell(CONTROLLED, 4, 0)).id
     assert again.numbers(controlled)
-    again.begin(controlled, {}, "loop", 1, ())  # anew: nothing of it stays
+    again.take(controlled, Record({"machine": {}, "backend": "loop", "threads": 1, "tensors": []}))  # anew: nothing of it stays
     assert again.numbers(controlled) == []
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gossamer.checkpoints.checkpoint import Unreadable
-from gossamer.errors import Evicted
+from gossamer.errors import Evicted, GossamerError
 from gossamer.methods import Policy
 from gossamer.transport.mixer import Mixer
 
@@ -88,13 +88,21 @@ def everyone(mixer: Mixer, mine: Sequence[float], device: torch.device) -> list[
     return found if mixer.agrees else []
 
 
-def take_method(driver: Driver, parts: dict[str, Any], where: str) -> None:
-    """The method of a checkpoint, or of the worker whose state this is: a policy may have chosen another one there than here."""
-    if not isinstance(driver.schedule, Policy):
-        return
-    there = copy.deepcopy(driver.schedule)
+@contextlib.contextmanager
+def method_of(driver: Driver, parts: dict[str, Any], where: str) -> Iterator[None]:
+    """With the method of a checkpoint, or of the worker whose state this is: a policy may have chosen another one there than here. If
+    these turn out not to fit, the method and its state are as before."""
+    now, before = driver.now, (driver.method, driver.now.state, driver.now.part)
     try:
-        there.load_state_dict(parts["schedule"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Unreadable(f"{where} is damaged: its part 'schedule' makes no sense ({type(error).__name__}: {error})") from None
-    driver.take(driver.how.rule(there, ""))
+        if isinstance(driver.schedule, Policy):
+            there = copy.deepcopy(driver.schedule)
+            try:
+                there.load_state_dict(parts["schedule"])
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                why = f"{type(error).__name__}: {error}"
+                raise Unreadable(f"{where} is damaged: its part 'schedule' makes no sense ({why})") from None
+            driver.take(driver.how.rule(there, ""))
+        yield
+    except GossamerError:
+        driver.method, now.state, now.part = before
+        raise

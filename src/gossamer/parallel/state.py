@@ -133,8 +133,8 @@ def load(model: DecentralizedDataParallel, folder: Path, also: Mapping[str, Any]
             said = f"before 0.2 a gossip graph was the default; give graph={before!r} to go on as it was"
             fitting = replace(fitting, instead=said)
         snapshot.refuse_other(found, here, fitting, where)
-        policies.take_method(driver, found.parts, where)
-        worker.check(_relaid(model, found.parts, where), where, model._bare(), driver.optimizers, also, driver.now)
+        with policies.method_of(driver, found.parts, where):
+            worker.check(_relaid(model, found.parts, where), where, model._bare(), driver.optimizers, also, driver.now)
 
     exchange, local = model._exchange, local_buffers(model._bare())
     place = exchange.rank if exchange else 0
@@ -214,9 +214,9 @@ def capture(model: DecentralizedDataParallel, also: Mapping[str, Any]) -> dict[s
 def restore(model: DecentralizedDataParallel, parts: dict[str, Any], where: str, also: Mapping[str, Any]) -> None:
     driver, blocks = model._driver, model._flat.blocks
     driver.adopt()
-    policies.take_method(driver, parts, where)
-    parts = _relaid(model, parts, where)
-    driver.signals = worker.restore(parts, where, model._bare(), driver.optimizers, model.schedule, also, driver.now)
+    with policies.method_of(driver, parts, where):
+        parts = _relaid(model, parts, where)
+        driver.signals = worker.restore(parts, where, model._bare(), driver.optimizers, model.schedule, also, driver.now)
     here = _names(blocks)
     progress = parts.get("progress", {"graph": None, "blocks": here})
     model._mixer.load_state_dict(blocks, parts["means"] if progress["blocks"] == here else [])

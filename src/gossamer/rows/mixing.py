@@ -24,7 +24,6 @@ from gossamer.graphs.rounds import General, Groups, Hosts, Mean, Permutation, Ro
 _RESTART = 64  # rows after which a moving sum starts afresh, so that rounding errors do not pile up
 _NARROW = 5  # rows in a window that is summed row by row
 _TILE = 512  # columns of X that a sparse product takes at a time on a CPU: what it gathers stays in the cache
-_FEW = 8  # rows
 _PIECE = 1 << 16  # numbers of a row that several passes take at a time: they stay in the cache
 _DENSE = 0.25  # share of non-zero weights from which a dense product is faster than a sparse one
 
@@ -35,16 +34,6 @@ Rows = Sequence[Tensor] | Mapping[int, Tensor]  # by replica
 def reference(round_: Round, x: Tensor) -> Tensor:
     """W X in float64, rounded once. Slow, and the truth."""
     return (torch.from_numpy(round_.matrix()).to(x.device) @ x.double()).to(x.dtype)
-
-
-def mean(x: Tensor, out: Tensor) -> Tensor:
-    """``out [D]`` <- the mean of the rows. A few rows of full precision are added one after the other, which is three times as fast."""
-    if not 1 < len(x) <= _FEW or x.dtype.itemsize < 4:
-        return torch.mean(x, dim=0, out=out)
-    torch.add(x[0], x[1], out=out)
-    for row in x[2:]:
-        out.add_(row)
-    return out.div_(len(x))
 
 
 def mix(round_: Round, x: Tensor, out: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gossamer.rows import codec, mixing
+from gossamer.rows import codec
 from gossamer.rows.movement import mean_of_codes
 from gossamer.rows.vector import Vector
 from gossamer.rows.wires import EXACT, Wire
@@ -158,7 +158,7 @@ class _Part:
 
         def apply(x: Tensor, y: Tensor) -> None:
             if not self._coded:
-                mixing.mean(x, y[0])
+                torch.mean(x, dim=0, out=y[0])
             else:
                 mean_of_codes(x, len(x), y[0], self._turn, first, self._wire, self._flags)
 
@@ -166,7 +166,7 @@ class _Part:
 
 
 def _mean(rows: Tensor) -> Tensor:
-    return mixing.mean(rows, torch.empty_like(rows[0]))
+    return rows.mean(dim=0)
 
 
 def _with(vector: Vector, plus: Vector | None) -> list[Tensor]:

@@ -328,7 +328,7 @@ class Mixer:
         exchange: Exchange, row: Tensor, out: Tensor, what: str, scratch: tuple[Tensor, Tensor] | None = None
     ) -> Operation:
         def apply(x: Tensor, y: Tensor) -> None:
-            mixing.mean(x, y[0])
+            torch.mean(x, dim=0, out=y[0])
 
         members, tag = range(exchange.size), exchange.collective_tag(what)
         return exchange.slices(row.unsqueeze(0), out.unsqueeze(0), members, apply, tag, scratch, what, alike=True)
