@@ -10,7 +10,7 @@ import pytest
 from gossamer.errors import Evicted
 from gossamer.members import collectives, member, roster
 from gossamer.members.collectives import Collectives
-from gossamer.members.effects import Add, Build, Came, Claim, Fly, Look, Pause, Put
+from gossamer.members.effects import Add, Build, Claim, Fly, Look
 from gossamer.members.member import Member
 from gossamer.members.roster import Event, written
 from gossamer.members.store import ENDED, ENDS, TICKETS
@@ -159,9 +159,6 @@ class Store:
             case Add(key, amount):
                 self.values[key] = self.values.get(key, 0) + amount
                 return self.values[key]
-            case Put(key, value):
-                self.values[key] = value
-                return None
             case Build():
                 return None
         raise AssertionError(effect)
@@ -238,25 +235,3 @@ def test_the_only_voter_has_no_result_if_it_was_evicted_meanwhile():
     member.part = member.part.heard(Event("dead", 0, why="no heartbeat for 3 s"))
     with pytest.raises(Evicted, match="rank 0 was away for too long"):
         rules.send(True)
-
-
-def test_a_worker_that_was_away_takes_no_votes_that_were_thrown_away_for_those_of_workers_that_have_the_mean():
-    store = Store()
-    member = store.member(0)
-    rules = Collectives(member, "job/votes").complete("all-reduce", 60.0, acknowledged=True)
-    assert isinstance(next(rules), Fly)
-    # It has the mean, and stands still. The other has not, goes on alone, and is done with the collective after that one.
-    store.values |= {"job/log/0": written(Event("dead", 0, why="no heartbeat for 3 s")), "job/votes/0/2/1/1": "1 mean()"}
-
-    def goes_on(effect):
-        while True:
-            if isinstance(effect, Pause):
-                store.now += 0.1
-                store.run(member.tick())
-                effect = rules.send(None)
-            else:
-                effect = rules.send(store.does(effect))
-
-    with pytest.raises(Evicted):
-        goes_on(rules.send(Came.HERE))
-    assert "job/votes/0/1/1/decision" not in store.values

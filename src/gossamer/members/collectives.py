@@ -93,7 +93,6 @@ class Collectives:
             return {"done": whole, "living": self._voters, "group": self._group}
         mine, decided = f"{name}/{member.ticket}", f"{name}/decision"
         pause, self._differ = _SHORTEST, math.inf
-        went_on = math.inf  # since when a worker that has not voted is known to be further on
         yield Put(mine, f"{int(whole)} {what}")
         yield from self._forget(mine, decided)
         while (text := (yield Look(decided))) is None:
@@ -105,11 +104,8 @@ class Collectives:
             # A worker passes only if this one has said that it has the result.
             silent = [q for q, vote in votes.items() if vote is None] if acknowledged and whole else []
             if silent and (yield from self._passed(silent)):
-                went_on = min(went_on, member.clock())
-                # Or all were further on without this one, and have thrown their votes away: the log says so by now, and is read first.
-                if member.confirmed > went_on:
-                    dead = member.part.roster.dead
-                    decision = {"done": True, "living": [q for q in self._voters if q not in dead], "voters": self._voters}
+                dead = member.part.roster.dead
+                decision = {"done": True, "living": [q for q in self._voters if q not in dead], "voters": self._voters}
             if decision is not None:
                 text = yield Claim(decided, json.dumps(decision))
                 break
