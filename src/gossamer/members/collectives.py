@@ -68,11 +68,7 @@ class Collectives:
             attempt += 1
             self._refuse_evicted(what)
             places = member.members[self._group]
-            member.tried = (self._group, member.clock())
-            try:
-                came: Came = yield Fly(self._group, tuple(places.index(q) for q in self._voters), acknowledged)
-            finally:
-                member.tried = None
+            came: Came = yield Fly(self._group, tuple(places.index(q) for q in self._voters), acknowledged)
             if came == Came.EVERYWHERE:
                 return self._voters
             name = f"{self._prefix}/{self._epoch}/{self._calls}/{attempt}"

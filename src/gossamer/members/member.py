@@ -12,7 +12,7 @@ from collections.abc import Callable
 from gossamer.members.effects import Add, Build, Claim, Look, Rules
 from gossamer.members.roster import FINISHED, Event, Part, Roster, parsed, written
 from gossamer.members.store import ENDED, ENDS
-from gossamer.transport.waiting import NONE, OVERDUE_SECONDS, Losses
+from gossamer.transport.waiting import NONE, Losses
 
 BEAT = 1.0  # seconds between two heartbeats
 _BEATS = 20  # heartbeats in the time after which a worker is evicted, at most
@@ -44,7 +44,6 @@ class Member:
         self.members: dict[int, tuple[int, ...]] = {0: tickets}  # of each group, in the order of its link
         self.epochs = {0: (0, tickets)}  # of each epoch, its group and its members
         self.standing = {0}  # groups that all of their members have built
-        self.tried: tuple[int, float] | None = None  # the group on which a collective is under way, and since when
         self.donors: dict[int, dict[int, int]] = {}  # of each proposal: newcomer -> who gives it its state
         self.asks = False
         self.patience: float | None = None  # it has no more data; until then others that finish as well can leave with it
@@ -173,7 +172,6 @@ class Member:
             self._looked = now
             yield from self._look_at_beats(now)
         yield from self._tell_losses(now)
-        yield from self._tell_silence(now)
         if self.patience is not None:
             yield from self._say_that_i_am_done(now)
         yield from self._do_my_part()
@@ -283,15 +281,6 @@ class Member:
                 beat, when = self._seen.get(q, ("", 0.0))
                 if beat and when > since:  # it lives; if it does not, it is evicted in time
                     yield from self._append(Event(what, self.ticket, group))
-
-    def _tell_silence(self, now: float) -> Rules[None]:
-        """A death may leave connections between others that bring nothing and do not break. Nearly always another group comes with it
-        anyway; not if a newcomer died whose group stood, and was no member yet."""
-        if self.tried is None or now - self.tried[1] <= OVERDUE_SECONDS:
-            return
-        group, roster = self.tried[0], self.part.roster
-        if roster.mend(group) == "renew" and not roster.dead.isdisjoint(self.members[group]):
-            yield from self._append(Event("renew", self.ticket, group))
 
     def _dead_by_now(self, q: int) -> Rules[bool]:
         yield from self._look_for_ends()
