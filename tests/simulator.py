@@ -5,7 +5,6 @@ another order. The rules are those that the real threads run (``member.py``, ``c
 is the world around them. A :class:`Violation` says what a worker saw that must not be:
 
 - a collective's result is the mean of exactly its voters, the same for all of them, or an error;
-- no row of one collective is taken for that of another;
 - an evicted worker returns no value;
 - two members that live, and have lost each other, do not train on apart;
 - two members that live are in the same epoch when they begin the same step;
@@ -79,7 +78,6 @@ class Flight:
         self.failing: set[int] = set()  # operations with these are about to raise
         self.done = self.graced = False
         self.call = worker.call  # of a collective: what was sent stays as it is until that ends
-        self.content = (tag[0], worker.calls.number) if self.call else tag
         member = worker.member
         self.peers = frozenset(needs) | frozenset(sends)
         worker.flight = self
@@ -167,7 +165,7 @@ class Worker:
         world.tickets[ticket] = self
         self.calls = Collectives(self.member, "job/votes")
         self.links = set() if joins else {0}
-        self.inbox: dict[tuple, tuple] = {}  # of each message, what it is a row of
+        self.inbox: set[tuple] = set()
         self.torn: set[tuple] = set()
         self.wanted: list[tuple[int, int]] = []  # (newcomer's ticket, number): copies of my state
         self.alive, self.stopped, self.was_stopped = True, False, False
@@ -178,7 +176,7 @@ class Worker:
         self.pauses = 0.0  # it looks for votes again at this time, or when one is cast
         self.ticking = False
         self.next_tick = 0.0
-        self.counts: dict[int, int] = {}  # on each link, collectives that were tried since the epoch began
+        self.counts: dict[int, int] = {}  # of each link, collectives that were tried
         self.voters: tuple[int, ...] = ()
         self.call: object = None  # the collective that it is in
         self.step = 0
@@ -387,7 +385,7 @@ class Worker:
             yield from self.join()
             return
         if member.part.due(self.step):
-            self.counts = {}
+            self.counts = {member.part.roster.group: 64}
         member.part = member.part.begun(self.step)
 
     def join(self) -> Script:
@@ -419,7 +417,7 @@ class Worker:
         member = self.member
         self.step = member.step = member.part.roster.start
         member.part = member.part.begun(self.step)
-        self.counts = {}
+        self.counts = {member.group: 64}
 
     @property
     def shut_out(self) -> bool:
@@ -455,8 +453,6 @@ class Worker:
             ]
             if not self.torn.isdisjoint(used):
                 raise Violation(f"rank {self.rank} uses a torn row at step {self.step}")
-            if any(self.inbox[message] != flight.content for message in used):
-                raise Violation(f"rank {self.rank} takes a row of another collective for one of {flight.content}")
 
     def check_apart(self, flight: Flight) -> None:
         world = self.world
@@ -483,10 +479,7 @@ class Worker:
                 self.voters = end.value
                 break
             if type(effect) is Fly:
-                if effect.epoch not in member.useful:
-                    raise Violation(f"rank {self.rank} has closed the connections of group {effect.epoch}")
-                count = self.counts[effect.epoch] = self.counts.get(effect.epoch, 0) + 1
-                tag = (self.calls.number[0], count)
+                tag = self.counts[effect.epoch] = self.counts.get(effect.epoch, 0) + 1
                 me = member.members[effect.epoch].index(member.ticket)
                 others = [k for k in effect.places if k != me]
                 flight = Flight(self, effect.epoch, ("collective", tag), others, others, True)
@@ -502,9 +495,9 @@ class Worker:
                     self.hand_out()
                 result = yield effect
         self.call = None
-        world.returned(self, self.calls.number, value)
+        world.returned(self, (self.calls._epoch, self.calls._calls), value)
 
-    def acknowledged(self, whole: bool, epoch: int, tag: tuple, others: list[int]) -> Generator[Any, Any, bool]:
+    def acknowledged(self, whole: bool, epoch: int, tag: int, others: list[int]) -> Generator[Any, Any, bool]:
         """All tell all others whether it came."""
         said, members = self.world.said, self.member.members[epoch]
         said[epoch, tag, self.ticket] = whole
@@ -549,7 +542,7 @@ class World:
         self._stalls = random.Random(~seed ^ 1)
         self.builds: dict[int, dict[int, Worker]] = {}
         self.results: dict[Any, frozenset[int]] = {}
-        self.said: dict[tuple[int, tuple, int], bool] = {}  # (group, tag, ticket): whether a mean of gradients came
+        self.said: dict[tuple[int, int, int], bool] = {}  # (epoch, number, ticket): whether a mean of gradients came
         self.last_fault = 0.0
         self.running = self.n
         self.workers = [Worker(self, rank, rank, False) for rank in range(self.n)]
@@ -667,7 +660,7 @@ class World:
         def arrive() -> None:
             if self.broken and (epoch, min(sender, receiver), max(sender, receiver)) in self.broken:
                 return
-            other.inbox.setdefault(message, flight.content)
+            other.inbox.add(message)
             # The sender has given the receiver up, and changes its memory. (What it sends in the second stage lies elsewhere.)
             changed = flight.call is None or flight.call != flight.worker.call
             if changed and place in flight.lost and flight.stage == 0 and (epoch, sender, receiver) not in self.half:
@@ -801,8 +794,6 @@ class World:
     def _faults(self) -> None:
         rng = self.rng
         horizon = 0.2 + self.last * self.compute * 0.6
-        if self._stalls.random() < 0.1:  # perhaps while a collective waits for a connection that is silent
-            self.after(horizon + 8 * self._stalls.random(), None, self.kill)
         for _ in range(rng.choice((1, 1, 2))):
             at = rng.random() * horizon
             fault = rng.choice((self.kill, self.kill, self.stop, self.stop_store, self.stop_all, self.glitch))
@@ -842,16 +833,11 @@ class World:
 
     def _stall(self, killed: Worker) -> None:
         """Beside a death: a connection between two that live brings nothing any more, and does not break."""
-        epoch = self._used(killed)
+        epoch = killed.member.group
         group = sorted(set(killed.member.members.get(epoch, ())) - {killed.ticket})
         if len(group) > 1 and not self.uneven and self._stalls.random() < 0.2:  # members that leave keep their connections
             a, b = self._stalls.sample(group, 2)
             self.stalled.add((epoch, min(a, b), max(a, b)))
-
-    def _used(self, worker: Worker) -> int:
-        """A group whose connections it has: that of its epoch, or the newest."""
-        newest = worker.member.part.roster.newest.number
-        return newest if newest in worker.links and self._stalls.random() < 0.5 else worker.member.group
 
     def _tell(self, ticket: int, why: str) -> None:
         """The launcher's word."""
@@ -918,8 +904,8 @@ class World:
             return
         self.last_fault = max(self.last_fault, self.now)
         a, b = self.rng.sample(living, 2)
-        epoch = self._used(a)
-        if epoch in a.links & b.links and b.ticket in a.member.members[epoch]:
+        epoch = a.member.group
+        if b.member.group == epoch and b.ticket in a.member.members[epoch] and a.ticket in b.member.members[epoch]:
             self.after(self.rng.random() * 0.1, a, lambda: self._errors(a, epoch, b.ticket))
             if self.rng.random() < 0.4:
                 self.half.add((epoch, a.ticket, b.ticket))

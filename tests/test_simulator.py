@@ -33,7 +33,7 @@ MUTANTS = {
     ),
     "D2: connections that broke are not taken over from a later epoch": (
         (collectives, "Collectives", "_decision"),
-        "newer = roster.newest.number > self._group and",
+        "newer = roster.group > self._group and",
         "newer = False and",
     ),
     "D3: a peer that has lost me is waited for": (
@@ -68,7 +68,7 @@ MUTANTS = {
     ),
     "a collective waits for a connection that brings nothing, though there is a newer one": (
         (member, "Member", "count_losses"),
-        "roster.newest.number > group and",
+        "roster.group > group and",
         "False and",
     ),
     "a worker that was silent uses what came": (
@@ -91,41 +91,6 @@ def test_a_fault_that_is_brought_back_by_one_line_is_found(name, monkeypatch):
     print(name, found)
     assert found
     assert "NameError" not in str(found)  # that would be the mutant's own
-
-
-class SilentTwice(simulator.World):
-    """Of the last collective: one member of three dies, the one that comes instead dies as well, and each time the connection between the
-    other two falls silent. They begin no step any more, so no epoch begins either."""
-
-    def _faults(self):
-        self.restarts, self.silenced = 0, []
-        self._dies(2, 0)
-
-    def _dies(self, ticket, group):
-        """Once it uses the connections of this group, and the others are about to end."""
-        self.dying = self.tickets.get(ticket)
-        if self.dying is None or self.dying.member.group != group or self.workers[0].step < self.last - 1:
-            self.after(0.01, None, lambda: self._dies(ticket, group))
-            return
-        self.kill()
-        self._restart(2)
-        self.silenced.append(group)
-        self.stalled.add((group, 0, 1))
-        if not group:
-            self._dies(3, 2)
-
-    def _victim(self):
-        return self.dying
-
-
-def test_a_collective_ends_though_connections_fall_silent_in_an_epoch_and_in_the_next_that_cannot_begin():
-    found = 0
-    for seed in range(100):
-        world = SilentTwice(seed)
-        if world.n == 3 and not world.uneven and not world.gradients:
-            world.run()
-            found += world.silenced == [0, 2]
-    assert found > 10
 
 
 class Store:

@@ -2,8 +2,8 @@
 
 A worker may die when some have the result and others have not. So each votes whether it has the result. The first worker that has
 heard all votes claims the decision in the store: *done*, with the members that live; or *again*, over the living, on the newest group
-that all of them have built. That group may be of an epoch that begins with a later step, or of a proposal that waits for such a step, or
-came to nothing: so a collective takes over from connections that broke, however often they do, though no step can begin meanwhile.
+that all of them have built. That group may be of an epoch that begins with a later step: so a collective takes over from a connection
+that broke, though no step can begin meanwhile.
 
 A worker that is not among the living of a decision has no result: it raises :class:`Evicted`.
 Collectives are rare (evaluation, logging, the end of training), so a few looks at the store cost nothing.
@@ -46,11 +46,6 @@ class Collectives:
     def voters(self) -> tuple[int, ...]:
         self._begin_epoch()
         return self._voters
-
-    @property
-    def number(self) -> tuple[int, int]:
-        """Of the collective that is under way, or was last: the epoch, and how many there were in it."""
-        return self._epoch, self._calls
 
     def _begin_epoch(self) -> None:
         epoch = self._member.part.epoch
@@ -148,10 +143,10 @@ class Collectives:
             return {"done": True, "living": living, "voters": self._voters}
         if all(q in said and said[q][0] == "1" for q in self._voters):
             return {"done": True, "living": living}
-        newer = roster.newest.number > self._group and set(roster.newest.members).issuperset(living)
+        newer = roster.group > self._group and set(roster.members).issuperset(living)
         if len(living) == len(self._voters) and not newer:
             return None
-        return {"done": False, "living": living, "group": roster.newest.number if newer else self._group}
+        return {"done": False, "living": living, "group": roster.group if newer else self._group}
 
     def _refuse_evicted(self, what: str) -> None:
         if self._member.evicted:

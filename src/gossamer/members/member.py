@@ -43,7 +43,6 @@ class Member:
         self.part = Part(ticket, roster, epoch=-1 if joins else 0)
         self.members: dict[int, tuple[int, ...]] = {0: tickets}  # of each group, in the order of its link
         self.epochs = {0: (0, tickets)}  # of each epoch, its group and its members
-        self.standing = {0}  # groups that all of their members have built
         self.donors: dict[int, dict[int, int]] = {}  # of each proposal: newcomer -> who gives it its state
         self.asks = False
         self.patience: float | None = None  # it has no more data; until then others that finish as well can leave with it
@@ -122,7 +121,7 @@ class Member:
                 frozenset(place[q] for q in gone if q in place and q != me),
                 frozenset((place[a], place[b]) for a, b in pairs if a in place and b in place),
                 self.evicted,
-                roster.newest.number > group and roster.dead.union(roster.newest.members).issuperset(members),
+                roster.group > group and roster.dead.union(roster.members).issuperset(members),
             )
         self._losses = counted
 
@@ -135,19 +134,12 @@ class Member:
         hosts = [q for q in self.epochs[self.part.epoch][1] if q not in newcomers]
         return all(q in roster.dead for q in hosts) and any(roster.why.get(q) == FINISHED for q in hosts)
 
-    @property
-    def useful(self) -> set[int]:
-        """Groups whose connections may still be used. A collective may be done again on any that stands, not only on the newest: the worker
-        that decides it may have read less of the log."""
-        return {self.group, self.part.roster.group, self.building, *(g for g in self.standing if g > self.group)}
-
     def forget(self, keep: set[int]) -> None:
         """Groups and epochs that are long over."""
         for number in [number for number in self.members if number not in keep and number < self.group - 2]:
             del self.members[number]
             self._losses.pop(number, None)
         self.epochs = {number: epoch for number, epoch in self.epochs.items() if number >= self.part.epoch}
-        self.standing = {number for number in self.standing if number >= self.group}
 
     # --- Every now and then ------------------------------------------------------------------------------------------------
 
@@ -211,13 +203,12 @@ class Member:
                 self._hear(parsed(entry))
         self.log_was_read = True
         roster = self.part.roster
-        if roster.dead is not before.dead or roster.lost is not before.lost or roster.newest is not before.newest:
+        if roster.dead is not before.dead or roster.lost is not before.lost or roster.group != before.group:
             self.count_losses()
 
     def _hear(self, event: Event) -> None:
         self.part = self.part.heard(event)
         proposal, roster = self.part.roster.proposal, self.part.roster
-        self.standing.add(roster.newest.number)
         if roster.epoch not in self.epochs:
             self.epochs[roster.epoch] = (roster.group, roster.members)
             if roster.together:
@@ -277,10 +268,10 @@ class Member:
             if (group, q) not in self._told and not (yield from self._dead_by_now(q)):
                 if (yield from self._append(Event("lost", self.ticket, group, peer=q, why=why))):
                     self._told.add((group, q))
-            elif now - since > DOUBT and (what := roster.mend(group)) is not None:
+            elif now - since > DOUBT and roster.proposal is None and self.group == group:
                 beat, when = self._seen.get(q, ("", 0.0))
                 if beat and when > since:  # it lives; if it does not, it is evicted in time
-                    yield from self._append(Event(what, self.ticket, group))
+                    yield from self._append(Event("renew", self.ticket, group))
 
     def _dead_by_now(self, q: int) -> Rules[bool]:
         yield from self._look_for_ends()

@@ -37,16 +37,6 @@ LEAD = 8  # steps that a worker may go on without knowing when the change happen
 What = Literal["join", "dead", "done", "leave", "lost", "renew", "failed", "built", "at"]
 
 
-class Group(NamedTuple):
-    """Connections of all these members with each other, built for the proposal with this number."""
-
-    number: int
-    members: tuple[int, ...]
-
-
-_FIRST = Group(0, ())  # of the members at the start; nothing older is there that it could replace
-
-
 class Event(NamedTuple):
     """One entry of the log.
 
@@ -56,7 +46,7 @@ class Event(NamedTuple):
     - ``leave``: all members that are done leave with the next epoch.
     - ``lost``: ``who`` has no connection to ``peer`` any more in the group ``epoch``. It may be dead, or not.
     - ``renew``: both live, so the connections of this group should be made anew.
-    - ``failed``: ``who`` could not build the group of proposal ``epoch``, or has lost a connection in it since.
+    - ``failed``: ``who`` could not build the group of proposal ``epoch``.
     - ``built``, ``at``: see above.
     """
 
@@ -104,7 +94,6 @@ class Roster:
     epoch: int = 0
     start: int = 0
     group: int = 0  # the epoch for which the present group was built
-    newest: Group = _FIRST  # that all of its members have built; its proposal may be open, or void since
     proposal: Proposal | None = None
     dead: frozenset[int] = frozenset()
     asking: frozenset[int] = frozenset()  # want to join
@@ -139,12 +128,6 @@ class Roster:
     def lost_pairs(self, group: int) -> frozenset[tuple[int, int]]:
         return frozenset((a, b) for g, a, b in self.lost if g == group)
 
-    def mend(self, group: int) -> Literal["renew", "failed"] | None:
-        """What a worker says that can't use a group, if another one does not take its place anyway."""
-        if self.proposal is not None:
-            return "failed" if self.proposal.number == group else None
-        return "renew" if group in (self.group, self.newest.number) else None
-
     def donor(self, newcomer: int) -> int:
         """Who gives a newcomer its state: the next old member, in the order of the proposal. Several newcomers ask different ones."""
         assert self.proposal is not None
@@ -171,14 +154,12 @@ class Roster:
                 after = replace(self, leaving=self.done)
             case "lost":
                 after = replace(self, lost=self.lost | {(event.epoch, min(who, event.peer), max(who, event.peer))})
-            case "renew" if self.mend(event.epoch) == "renew":
+            case "renew" if event.epoch == self.group and open_ is None:
                 after = replace(self, renewing=True)
-            case "failed" if self.mend(event.epoch) == "failed":
+            case "failed" if here:
                 after = replace(self, proposal=None)
             case "built" if here and open_ is not None and who in open_.members:
-                built = replace(open_, built=open_.built | {who})
-                newest = Group(built.number, built.members) if built.standing else self.newest
-                after = replace(self, proposal=built, newest=newest)
+                after = replace(self, proposal=replace(open_, built=open_.built | {who}))
             case "at" if here and open_ is not None and open_.standing and who in self.members and not open_.reported(who):
                 after = replace(self, proposal=replace(open_, at=open_.at | {(who, event.step)}))
             case _:

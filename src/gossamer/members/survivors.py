@@ -268,9 +268,10 @@ class Survivors(Membership):
             print(f"gossamer: rank {self.seat.rank}: {said}", flush=True)
 
     def _retire(self, now: float) -> None:
-        """Close what no worker needs any more: groups of epochs that are over, and those that never stood."""
+        """Close what no worker needs any more: groups of proposals that came to nothing, and of epochs that are over."""
         with self._lock:
-            group, keep = self.member.group, self.member.useful
+            group = self.member.group
+            keep = {group, self.roster.group, self.member.building}
             for number in [number for number in self._links if number not in keep]:
                 link = self._links.pop(number)
                 self._retired.append((now if number < group else now - _KEPT, link))

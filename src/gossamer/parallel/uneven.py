@@ -68,6 +68,7 @@ class Stretch(Participation):
         change, link, places = self._reunion or self._membership.reunion()
         link.epoch += 1  # what was left lying around is not taken for something new
         exchange.change(link, places)
+        exchange.collectives = 0  # alike on all
         self.mixer.resize()
         donors, also = change.joined, list[Tensor]()
         if self._driver.method.averages == "gradients":

@@ -15,7 +15,6 @@ import contextlib
 import json
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from gossamer.transport.routes import columns
 from gossamer.transport.spans import Trace
 
 _KINDS = {"mean()": 1, "consensus()": 2, "average_()": 3, "save()": 4, "load()": 5, "profile": 6, "uneven()": 7}
+_LATER = 64  # collectives of a link before its epoch begins are counted from 0, those after from here: newcomers know nothing of the first
 _BLIND = 8  # marks messages of when no worker knows which take part; there are no further epochs then
 
 Parcels = Sequence[tuple[int, Tensor]]  # a peer, and rows ``[count, D]`` (or one, ``[D]``) to or from it
@@ -52,8 +52,8 @@ class Exchange:
         self.living: tuple[int, ...] = tuple(range(link.size))  # those of the link's ranks that take part, in order
         self.traffic = Traffic()
         self.trace: Trace | None = None
-        self._epoch = link.epoch  # of the members; a collective may use the link of another one
-        self.collectives: Counter[int] = Counter()  # on each link, since the epoch began: alike on all of its members
+        self.collectives = 0
+        self._early: dict[int, int] = {}  # the same, of epochs that have not begun
         self._calls = 0  # the same, but for those that were done again
         self._parts: dict[bool, tuple[Tag, dict[tuple[int, bool], int]]] = {}
         # Two, so that steps and collectives do not wait for each other: workers may call mean() at different points of a step.
@@ -78,8 +78,8 @@ class Exchange:
 
     def collective_tag(self, what: str = "") -> Tag:
         """For something that all processes do together outside of a step, in the same order."""
-        self.collectives[self.link.epoch] += 1
-        return Tag(self._epoch, True, self.collectives[self.link.epoch], _KINDS.get(what, 0))
+        self.collectives += 1
+        return Tag(self.link.epoch, True, self.collectives, _KINDS.get(what, 0))
 
     # --- The two verbs ---------------------------------------------------------------------------------------------------
 
@@ -190,22 +190,28 @@ class Exchange:
         if guard is None or self.link.alone:
             start().wait()
             return True
-        home = self.link, self.living
+        home = self.link, self.living, self.collectives
         stands = False
 
         def fly(link: Link, places: tuple[int, ...]) -> int:
             nonlocal stands
-            self.link, self.living = link, places  # perhaps of an epoch that begins later
+            if link is not self.link:  # of an epoch that begins later
+                self.collectives = self._early.get(link.epoch, 0)
+            self.link, self.living = link, places
             operation = start()
             operation.wait()
             whole = not operation.lost.intersection(places) and (sound is None or sound())
             stands, everywhere = self._acknowledged(whole, what) if acknowledged else (False, False)
+            if link is not home[0]:
+                self._early[link.epoch] = self.collectives
             return whole + everywhere
 
         try:
             return guard.complete(what, home[0].timeout, fly, acknowledged) or stands
         finally:
-            self.link, self.living = home
+            if self.link is home[0]:
+                home = (*home[:2], self.collectives)
+            self.link, self.living, self.collectives = home
 
     def _acknowledged(self, whole: bool, what: str) -> tuple[bool, bool]:
         """All workers tell all others whether it came. Returns two things: whether it came to all workers that still say something, and
@@ -370,12 +376,10 @@ class Exchange:
     def change(self, link: Link, living: tuple[int, ...]) -> None:
         """The next epoch: another group, or other places of this one. Nothing is on its way."""
         self.living = living
-        if link.epoch != self._epoch:
-            self._epoch = link.epoch
-            self.collectives.clear()
         if link is self.link:
             return
-        self.link = link
+        self.link, self.collectives = link, _LATER
+        self._early = {}
         self._departures = []
         self.limbo = [operation for operation in self.limbo if not operation.link.closed]
 

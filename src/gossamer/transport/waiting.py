@@ -12,7 +12,7 @@ Pairs = frozenset[tuple[int, int]]
 class Losses(NamedTuple):
     """What a worker knows to be lost among the places of a link. ``gone``: nothing comes from these, and nothing is sent to them.
     ``pairs``: these two have no connection, so each gives up what needs both. ``evicted``: the others have gone on without the worker
-    itself. ``replaced``: newer connections stand between all of them that live."""
+    itself. ``replaced``: a member has died, and those that live have agreed on newer connections."""
 
     gone: frozenset[int] = frozenset()
     pairs: Pairs = frozenset()
