@@ -15,7 +15,7 @@ test: $(READY)  ## everything that is checked automatically
 EXTRAS := tensorboard,wandb,mlflow,trackio,export,notebook,lightning,accelerate,transformers,ray,slurm
 test-extras: $(READY)  ## with the real libraries of other people: loggers, notebooks, trainers, engines
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]' 'ray[train]'
-	timeout 600 $(BIN)/python -m pytest tests/extras
+	timeout 900 $(BIN)/python -m pytest tests/extras
 
 test-release: $(READY)  ## wheel and sdist: built, checked, and used in a fresh environment
 	timeout 600 .ci/release
