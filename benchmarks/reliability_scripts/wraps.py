@@ -18,6 +18,7 @@ def held() -> list[int]:
 
 
 seen: list[list[float]] = []
+first: list[int] = []
 for number in range(int(sys.argv[1])):
     model = gossamer.DecentralizedDataParallel(torch.nn.Linear(512, 512), graph="ada-auto" if number % 3 else "auto")
     optimizer = torch.optim.Adam(model.parameters())
@@ -33,9 +34,10 @@ for number in range(int(sys.argv[1])):
     del model, optimizer
     gc.collect()
     deadline = time.monotonic() + 2  # threads that are ending close their connections
-    while seen and held() > seen[0][:2] and time.monotonic() < deadline:
+    while first and held() > first and time.monotonic() < deadline:
         time.sleep(0.02)
         gc.collect()
+    first = first or held()
     megabytes = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
     seen.append([*held(), round(megabytes, 1)])
 print("RESULT", json.dumps({"rank": rank, "seen": seen}), flush=True)
