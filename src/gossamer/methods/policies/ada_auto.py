@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -147,14 +146,6 @@ class AdaAuto(Policy):
 
     def describe(self) -> str:
         return "ada-auto" if self.tolerance == _TOLERANCE else f"ada-auto:tolerance={self.tolerance}"
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {key: getattr(self, key) for key in self._KEPT}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        for key in self._KEPT:
-            setattr(self, key, state[key])
 
     _KEPT = ("level", "noise", "usual", "fastest", "entered", "bent", "patience", "until", "_seen", "_rate", "_why")
 

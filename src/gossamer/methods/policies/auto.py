@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 from gossamer import graphs
 from gossamer.graphs import Graph
@@ -92,14 +91,6 @@ class Auto(Policy):
 
     def describe(self) -> str:
         return "auto"
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {key: getattr(self, key) for key in self._KEPT}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        for key in self._KEPT:
-            setattr(self, key, state[key])
 
     _KEPT = ("chosen", "coarse", "trial", "means", "steps")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,6 +16,7 @@ class Policy(Schedule):
     """A schedule that also says which method a step runs. Its graphs say how often rows travel, and in how many bits."""
 
     alone: ClassVar[bool] = False  # whether it takes no method, wire or local steps beside it
+    _KEPT: ClassVar[tuple[str, ...]] = ()  # attributes that a checkpoint has, beside those of every schedule
 
     def __repr__(self) -> str:
         return f"<{self.describe()}: {self.changes[-1].reason if self.changes else 'not used yet'}>"
@@ -43,3 +44,11 @@ class Policy(Schedule):
     def agree(self, step: int, everyone: Sequence[Sequence[float]]) -> str:
         """What :meth:`timed` has returned on each worker; nothing if they could not agree. Returns what to tell the person."""
         return ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {key: getattr(self, key) for key in self._KEPT}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        for key in self._KEPT:
+            setattr(self, key, state[key])
